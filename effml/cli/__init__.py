@@ -1,0 +1,111 @@
+"""The `effml` command: a thin face over the library, one small module per command.
+
+A command is a module of this folder that holds a frozen dataclass `Command` with a `run() -> int` method. Its
+first docstring line is what `effml --help` shows. Nothing heavy is imported before a command is chosen.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["commands", "main"]
+
+_FIRST = ("pipeline", "train", "evaluate", "generate")
+_INTERRUPTED = 130
+
+
+def commands() -> dict[str, str]:
+    """The commands and their one-line summaries, main job first.
+
+    Returns:
+        A dict from command name to the first line of its module's docstring.
+
+    Example:
+        >>> list(commands())[0]
+        'pipeline'
+    """
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
+        with path.open(encoding="utf-8") as file:
+            found[path.stem] = file.readline().strip().strip('"').rstrip(".")
+    return dict(sorted(found.items(), key=lambda item: (item[0] not in _FIRST, _order(item[0]), item[0])))
+
+
+def _order(name: str) -> int:
+    return _FIRST.index(name) if name in _FIRST else 0
+
+
+def _help() -> str:
+    from effml import __version__
+
+    width = max(map(len, commands()))
+    rows = [f"  {name:<{width}}  {summary}" for name, summary in commands().items()]
+    return "\n".join(
+        [
+            f"effml {__version__}: machine learning with less memory, fewer bits and fewer model calls.",
+            "",
+            "usage: effml COMMAND [options]      (effml COMMAND --help shows the options)",
+            "",
+            *rows,
+            "",
+            "Start with `effml pipeline`: it trains, measures and serves a small language model on real text.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: the words after `effml`; `sys.argv[1:]` when None.
+
+    Returns:
+        0 when all went well, 1 when a claim did not hold, 2 for input that can't be used, 130 when interrupted.
+        Set `EFFML_TRACEBACK=1` to see the full traceback of an error.
+
+    Example:
+        >>> main(["--version"])
+        effml 0.1.0
+        0
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        from effml import __version__
+
+        print(f"effml {__version__}")
+        return 0
+    name, *rest = words
+    try:
+        if name not in commands():
+            from effml._validate import one_of
+
+            one_of("command", name, commands())
+        return _run(name, rest)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe (`| head`) has gone: that is its right, and no error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        if os.environ.get("EFFML_TRACEBACK"):
+            raise
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"effml {name}: {message}", file=sys.stderr)
+        return 2
+
+
+def _run(name: str, rest: list[str]) -> int:
+    import tyro
+
+    module = importlib.import_module(f"effml.cli.{name}")
+    command = tyro.cli(module.Command, prog=f"effml {name}", description=module.__doc__, args=rest)
+    return int(command.run() or 0)

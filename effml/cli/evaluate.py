@@ -1,0 +1,60 @@
+"""Measure a model on text: loss, perplexity, bytes, tokens per second."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Command:
+    """Options of `effml evaluate`."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A folder written by effml, a Hugging Face folder, a .gguf file, or a name such as smollm2."""
+    data: str = "stdlib"
+    """Text to score: a folder, a file, or stdlib."""
+    split: str = "held_out"
+    """held_out or train."""
+    length: int = 512
+    """Tokens in one window."""
+    batch_size: int = 8
+    max_tokens: int | None = 65_536
+    """Tokens to score; none for all of them."""
+    out: Path | None = None
+    """Folder for result.json (default: runs/evaluate/MODEL)."""
+
+    def run(self) -> int:
+        """Scores the model, prints a table and writes result.json."""
+        import time
+
+        from effml import data, models, report
+        from effml.pipeline import evaluate_model
+
+        started = time.perf_counter()
+        corpus = data.load_corpus(self.data)
+        loaded = models.load(self.model)
+        measured = evaluate_model(
+            loaded,
+            corpus,
+            split=self.split,
+            length=self.length,
+            batch_size=self.batch_size,
+            max_tokens=self.max_tokens,
+        )
+        result = report.Result(
+            method="evaluate",
+            preset="cpu",
+            seeds=(),
+            rows=[dataclasses.asdict(measured)],
+            seconds=time.perf_counter() - started,
+            command=f"effml evaluate {self.model} --data {self.data}",
+        )
+        report.print_result(result)
+        folder = self.out or Path("runs/evaluate") / Path(self.model).name
+        print(f"result: {result.save(folder / 'result.json')}")
+        return 0

@@ -1,0 +1,56 @@
+"""Train a language model on your text with a memory-lean optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from effml.pipeline.training import TrainConfig
+
+
+@dataclass(frozen=True)
+class Command:
+    """Options of `effml train`."""
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    out: Path = Path("runs/train")
+    """Folder for the model, its checkpoints and metrics.jsonl."""
+    resume: bool = False
+    """Go on from the last checkpoint in the folder, exactly as if the run had not been stopped."""
+    track: str = ""
+    """Also send metrics to tensorboard, wandb or trackio."""
+
+    def run(self) -> int:
+        """Trains, prints the held-out loss and where the model is."""
+        from effml.pipeline import train_model
+
+        trained = train_model(
+            self.config, self.out, resume=self.resume, trackers=_trackers(self.track, self.out)
+        )
+        if trained.signal_number is not None:
+            print(f"stopped; go on with the same options and --resume (--out {self.out})")
+            return 128 + trained.signal_number
+        print(
+            f"held-out loss {trained.held_out['nats_per_token']:.4f} nats per token "
+            f"({trained.held_out['nats_per_byte']:.4f} per byte), {trained.tokens_per_second:,.0f} tokens/s, "
+            f"optimizer state {trained.optimizer_bytes:,} bytes for {trained.parameter_bytes:,} bytes of parameters"
+        )
+        print(f"model: {self.out / 'model'}   metrics: {self.out / 'metrics.jsonl'}")
+        return 0
+
+
+def _trackers(name: str, folder: Path) -> list[Any]:
+    if not name:
+        return []
+    from effml import train
+    from effml._validate import one_of
+
+    writers = {
+        "tensorboard": lambda: train.TensorBoardWriter(folder / "tensorboard"),
+        "wandb": lambda: train.WandbWriter(project="effml", name=folder.name),
+        "trackio": lambda: train.TrackioWriter(project="effml", name=folder.name),
+    }
+    return [writers[one_of("track", name, writers)]()]

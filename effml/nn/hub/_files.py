@@ -1,0 +1,194 @@
+"""Files that are whole or refused: JSON, safetensors, and folders that appear in one step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["SafeTensors", "new_folder", "read_json", "write_json", "write_safetensors"]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON file that must hold an object.
+
+    Raises:
+        ValueError: naming the file, if it is missing, cut short or no object.
+
+    Example:
+        >>> read_json(Path("no/such/config.json"))
+        Traceback (most recent call last):
+        ...
+        ValueError: no/such/config.json does not exist
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not whole JSON ({error}); it may be cut short") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, it holds a {type(content).__name__}")
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes an object as indented JSON.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "config.json"
+        >>> write_json(path, {"width": 4})
+        >>> read_json(path)
+        {'width': 4}
+    """
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+class SafeTensors:
+    """Named tensors in one or more safetensors files, read one at a time.
+
+    Args:
+        files: file of each shard. With `weight_map` (tensor name to file) the shards must agree with it.
+        weight_map: the map of a sharded model's index file.
+        types: the stored types that are allowed, as safetensors calls them; None allows all that NumPy has.
+
+    Attributes:
+        shapes: shape of every tensor, known without reading any.
+        byte_count: size of the files.
+
+    Raises:
+        ValueError: if a file is missing, cut short or damaged, or holds numbers of a type that is not
+            allowed.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
+        >>> write_safetensors(path, {"scale": np.ones(3, np.float32)})
+        >>> SafeTensors([path]).shapes
+        {'scale': (3,)}
+    """
+
+    def __init__(
+        self,
+        files: Collection[Path],
+        weight_map: Mapping[str, Path] | None = None,
+        types: Collection[str] | None = ("F32", "F16", "BF16"),
+    ):
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.byte_count = 0
+        self._file_of: dict[str, Path] = {}
+        for path in sorted(files):
+            with _opened(path) as handle:
+                for name in handle.keys():  # noqa: SIM118 (the handle is no mapping)
+                    part = handle.get_slice(name)
+                    if types is not None and part.get_dtype() not in types:
+                        raise ValueError(
+                            f"{path}: tensor {name!r} is stored as {part.get_dtype()} "
+                            f"(supported: {', '.join(types)})"
+                        )
+                    if weight_map is None or weight_map.get(name) == path:
+                        self.shapes[name] = tuple(part.get_shape())
+                        self._file_of[name] = path
+            self.byte_count += path.stat().st_size
+        absent = sorted(set(weight_map or ()) - set(self.shapes))
+        if absent:
+            raise ValueError(
+                f"the index lists {absent[0]!r}, which {(weight_map or {})[absent[0]]} does not hold"
+            )
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor called `name`, in its stored type."""
+        with _opened(self._file_of[name]) as handle:
+            return handle.get_tensor(name)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    import safetensors
+
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
+    try:
+        with safetensors.safe_open(path, framework="numpy") as handle:
+            yield handle
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a whole safetensors file ({error}); it is cut short or damaged, fetch it again"
+        ) from None
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes named arrays (NumPy or JAX, any shape) to one safetensors file.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
+        >>> write_safetensors(path, {"kernel": np.eye(2, dtype=np.float32)})
+        >>> SafeTensors([path]).read("kernel").tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
+    from safetensors.numpy import save_file
+
+    arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    save_file(arrays, path, metadata={"format": "pt", **(metadata or {})})
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | os.PathLike[str], owned: Collection[str]) -> Iterator[Path]:
+    """A folder that appears under its name only when the block has ended without an error.
+
+    An existing folder is replaced if it is empty or holds nothing but files called as in `owned`;
+    the files of anybody else are never deleted.
+
+    Args:
+        folder: where the folder shall be.
+        owned: the names that the caller writes; the first is the one that marks a folder as the caller's.
+
+    Yields:
+        the temporary folder to write into, beside `folder`.
+
+    Raises:
+        ValueError: if `folder` is a file, or holds files that the caller does not write.
+
+    Example:
+        >>> target = Path(tempfile.mkdtemp()) / "model"
+        >>> with new_folder(target, ["note.txt"]) as path:
+        ...     _ = (path / "note.txt").write_text("whole")
+        >>> (target / "note.txt").read_text()
+        'whole'
+    """
+    target = Path(folder).absolute()
+    if target.exists():
+        if not target.is_dir():
+            raise ValueError(f"folder={str(folder)!r} is a file; name a folder that may be created")
+        names = {entry.name for entry in target.iterdir()}
+        foreign = sorted(names - set(owned))
+        if names and (foreign or next(iter(owned)) not in names):
+            raise ValueError(
+                f"folder={str(folder)!r} holds other files ({', '.join(foreign or sorted(names))}); "
+                "they would be lost, so choose a new or empty folder"
+            )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-new-", dir=target.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if target.exists():
+            retired = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+            os.replace(target, retired)
+            os.replace(temporary, target)
+            shutil.rmtree(retired)
+        else:
+            os.replace(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

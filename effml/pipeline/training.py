@@ -1,0 +1,329 @@
+"""Train one language model on text: what `effml train` and the pipeline's first stage do.
+
+Reads a corpus, builds tokenizer, model and optimizer, trains with checkpoints, measures on held-out files and
+writes a model folder that `effml.models.load` reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from effml._validate import one_of, positive
+
+if TYPE_CHECKING:
+    import optax
+
+    from effml.data import Corpus, Tokenizer
+    from effml.nn.transformer import TransformerConfig
+
+__all__ = ["LEARNING_RATES", "TrainConfig", "TrainedModel", "measure", "train_model"]
+
+# The best of {1e-3, 3e-3, 1e-2} for each, on the pipeline's model and text: benchmarks/pipeline_rates.py.
+LEARNING_RATES = {"adamw": 3e-3, "muon": 1e-2, "scale": 3e-3}
+_EVALUATION_BATCH = 32
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What to train, on what, and how.
+
+    Raises:
+        ValueError: for an unknown name, a size that is not positive or heads that do not divide the width.
+
+    Example:
+        >>> TrainConfig(optimizer="scale", steps=10).rate
+        0.003
+    """
+
+    data: str = "stdlib"
+    """Text to learn from: a folder, a file, or stdlib (this Python's own library sources)."""
+    optimizer: str = "scale"
+    """adamw, muon or scale."""
+    learning_rate: float | None = None
+    """Peak learning rate; None takes the rate tuned for this optimizer on the default model."""
+    weight_decay: float = 0.0
+    schedule: str = "cosine"
+    """constant, cosine, linear or wsd, after a warm-up over a tenth of the steps."""
+    clip_norm: float | None = None
+    """Largest global gradient norm; None leaves gradients as they are."""
+    steps: int = 600
+    batch_size: int = 16
+    """Sequences in one step."""
+    length: int = 128
+    """Tokens in one sequence."""
+    accumulate: int = 1
+    """Micro-batches that one step is cut into, to save activation memory."""
+    width: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    mlp_width: int | None = None
+    """Hidden size of the SwiGLU block; None is 8/3 of the width, rounded up to a multiple of 8."""
+    tied_head: bool = False
+    attention: str = "full"
+    """full: dense causal attention."""
+    compute_dtype: str = "float32"
+    """float32 or bfloat16; parameters, norms and logits stay float32."""
+    tokenizer: str = "byte"
+    """byte, or bpe trained on the training files."""
+    vocab_size: int = 1024
+    """Size of a bpe vocabulary; a byte vocabulary has 256."""
+    max_bytes: int | None = None
+    """Reads at most this many bytes of text."""
+    evaluate_every: int = 100
+    evaluation_tokens: int = 65_536
+    """Held-out tokens that each evaluation covers, the same ones every time."""
+    checkpoint_every: int = 100
+    mesh: str = ""
+    """Devices to spread over, such as data=4,fsdp=2; empty is one device."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        from effml.optimize import OPTIMIZERS
+
+        one_of("optimizer", self.optimizer, OPTIMIZERS)
+        one_of("attention", self.attention, ("full",))
+        one_of("tokenizer", self.tokenizer, ("byte", "bpe"))
+        for name in ("steps", "batch_size", "length", "accumulate", "evaluation_tokens", "vocab_size"):
+            positive(name, getattr(self, name))
+        for name in ("learning_rate", "clip_norm", "max_bytes"):
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
+        for name in ("evaluate_every", "checkpoint_every", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must not be negative (0 turns it off)")
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"batch_size={self.batch_size} does not split into accumulate={self.accumulate} parts"
+            )
+        self.model(256)
+
+    @property
+    def rate(self) -> float:
+        """The peak learning rate that is used."""
+        return self.learning_rate if self.learning_rate is not None else LEARNING_RATES[self.optimizer]
+
+    def model(self, vocab_size: int) -> TransformerConfig:
+        """The model's configuration for a vocabulary of `vocab_size` tokens."""
+        from effml.nn.transformer import TransformerConfig
+
+        return TransformerConfig(
+            vocab_size=vocab_size,
+            width=self.width,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            mlp_width=self.mlp_width or -(-self.width * 8 // 24) * 8,
+            max_length=max(2048, self.length),
+            tied_head=self.tied_head,
+            compute_dtype=self.compute_dtype,  # pyright: ignore[reportArgumentType]
+        )
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model and what its training cost.
+
+    Attributes:
+        config: what was trained.
+        model: its configuration.
+        params: its parameters.
+        tokenizer: what turns text into its tokens.
+        folder: where it was written.
+        history: one dict per step of the whole run: `step`, `loss`, and `evaluation_nats_per_token` where the
+            held-out text was measured.
+        held_out: `nats_per_token`, `perplexity`, `tokens` and `nats_per_byte`, which compares tokenizers.
+        signal_number: the signal that stopped it before its last step, or None.
+        seconds: wall time of this call.
+        tokens_per_second: training speed without compilation, evaluations and checkpoints.
+        parameter_bytes: size of the parameters.
+        optimizer_bytes: size of the optimizer's state.
+    """
+
+    config: TrainConfig
+    model: TransformerConfig
+    params: Any
+    tokenizer: Tokenizer
+    folder: Path
+    history: list[dict[str, Any]]
+    held_out: dict[str, float]
+    signal_number: int | None
+    seconds: float
+    tokens_per_second: float
+    parameter_bytes: int
+    optimizer_bytes: int
+
+
+@functools.lru_cache(maxsize=32)
+def _loss(model: TransformerConfig) -> Callable[..., Any]:
+    from effml.nn.transformer import next_token_loss
+
+    return functools.partial(next_token_loss, config=model)
+
+
+@functools.lru_cache(maxsize=32)
+def _optimizer(
+    name: str, rate: float, schedule: str, steps: int, weight_decay: float
+) -> optax.GradientTransformationExtraArgs:
+    # Cached, as `_loss` is, because a step compiled for one optimizer object is found again by its identity.
+    from effml import train
+    from effml.optimize import make_optimizer
+
+    return make_optimizer(
+        name, learning_rate=train.schedule(schedule, rate, steps), weight_decay=weight_decay
+    )
+
+
+def train_model(
+    config: TrainConfig,
+    folder: Path,
+    *,
+    resume: bool = False,
+    corpus: Corpus | None = None,
+    trackers: Sequence[Any] = (),
+) -> TrainedModel:
+    """Trains a model and leaves it in `folder`.
+
+    Writes `train.json` (the configuration), `metrics.jsonl` (one object per logged step), `checkpoints/` and, at the
+    end, `model/`, which `effml.models.load` reads.
+
+    Args:
+        config: what to train.
+        folder: where to write; made if absent.
+        resume: go on from the last checkpoint in `folder`, exactly as if the run had not been stopped.
+        corpus: text that is already loaded; None loads `config.data`.
+        trackers: further metric writers, called with (step, metrics).
+
+    Returns:
+        The trained model with its history, its held-out loss and its cost.
+
+    Raises:
+        ValueError: for unusable text, a folder that already holds a run (without `resume`), a checkpoint of another
+            model, or a mesh that does not fit the devices.
+        effml.train.NonFiniteLoss: when the loss is no longer a number; the last good checkpoint stays.
+    """
+    import jax
+
+    from effml import data, models, train, trees
+    from effml.nn.transformer import init_params
+
+    folder = Path(folder)
+    _refuse_other_run(folder, config, resume)
+    corpus = corpus or data.load_corpus(config.data, max_bytes=config.max_bytes)
+    tokenizer = data.train_tokenizer(config.tokenizer, corpus, config.vocab_size)
+    tokens = data.encode_corpus(corpus, "train", tokenizer)
+    held_out = data.encode_corpus(corpus, "held_out", tokenizer)[: config.evaluation_tokens + 1]
+    model = config.model(tokenizer.vocab_size)
+    batches = data.batches(tokens, batch_size=config.batch_size, length=config.length, seed=config.seed)
+
+    mesh = train.make_mesh(train.parse_mesh(config.mesh)) if config.mesh else None
+    loss = _loss(model)
+    optimizer = _optimizer(config.optimizer, config.rate, config.schedule, config.steps, config.weight_decay)
+    step = train.make_step(
+        loss, optimizer, accumulate=config.accumulate, clip_norm=config.clip_norm, mesh=mesh
+    )
+    initial = functools.partial(init_params, config=model, scanned=False)
+    state = train.init_state(jax.random.key(config.seed), initial, optimizer, mesh=mesh)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "train.json", dataclasses.asdict(config))
+
+    evaluation = data.evaluation_batches(held_out, batch_size=_EVALUATION_BATCH, length=config.length)
+    parameter_bytes, optimizer_bytes = trees.byte_count(state.params), trees.byte_count(state.optimizer_state)
+    about = {"model": model.to_dict(), "optimizer": config.optimizer, "data": corpus.fingerprint}
+    started = time.perf_counter()
+    with train.Checkpoints(folder / "checkpoints", metadata=about) as checkpoints:
+        result = train.fit(
+            step,
+            state,
+            batches,
+            steps=config.steps,
+            evaluate=lambda params: measure(params, model, evaluation),
+            evaluate_every=config.evaluate_every,
+            checkpoints=checkpoints,
+            checkpoint_every=config.checkpoint_every,
+            resume=resume,
+            writers=[train.JsonLinesWriter(folder / "metrics.jsonl"), *trackers],
+            on_progress=train.Progress(config.steps, label=config.optimizer),
+        )
+    seconds = time.perf_counter() - started
+    params = result.state.params
+    scores = _held_out_scores(params, model, evaluation, held_out, tokenizer)
+    if result.stopped == "finished":
+        models.save(folder / "model", params, model, tokenizer)
+    return TrainedModel(
+        config=config,
+        model=model,
+        params=params,
+        tokenizer=tokenizer,
+        folder=folder,
+        history=train.read_json_lines(folder / "metrics.jsonl"),
+        held_out=scores,
+        signal_number=result.signal_number,
+        seconds=seconds,
+        tokens_per_second=result.tokens_per_second,
+        parameter_bytes=parameter_bytes,
+        optimizer_bytes=optimizer_bytes,
+    )
+
+
+def measure(params: Any, model: TransformerConfig, batches: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean loss of a dense model over batches, weighted by tokens.
+
+    Args:
+        params: parameters of `effml.nn.transformer`.
+        model: their configuration.
+        batches: dicts with `tokens` int32[batch, length + 1] and `weights` float32[batch, length].
+
+    Returns:
+        `nats_per_token`, `perplexity` and `tokens`.
+    """
+    from effml import train
+
+    return train.evaluate(train.make_eval_step(_loss(model)), params, batches)
+
+
+def _held_out_scores(
+    params: Any,
+    model: TransformerConfig,
+    batches: Sequence[Mapping[str, Any]],
+    tokens: Any,
+    tokenizer: Tokenizer,
+) -> dict[str, float]:
+    scores = dict(measure(params, model, batches))
+    characters = len(tokenizer.decode(tokens[1:]).encode("utf-8"))
+    scores["nats_per_byte"] = scores["nats_per_token"] * scores["tokens"] / max(characters, 1)
+    return scores
+
+
+def _refuse_other_run(folder: Path, config: TrainConfig, resume: bool) -> None:
+    path = folder / "train.json"
+    if not path.exists():
+        if resume:
+            raise ValueError(f"out={str(folder)!r} holds no run to resume (there is no train.json)")
+        return
+    if not resume:
+        raise ValueError(
+            f"out={str(folder)!r} already holds a run: give --resume to go on with it, or another folder"
+        )
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); give another folder") from error
+    now = json.loads(json.dumps(dataclasses.asdict(config)))
+    changed = sorted(name for name in now if before.get(name) != now[name])
+    if changed:
+        details = ", ".join(f"{name} was {before.get(name)!r}, now {now[name]!r}" for name in changed)
+        raise ValueError(f"out={str(folder)!r} holds another run ({details}); resume it with its own options")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)

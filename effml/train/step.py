@@ -1,0 +1,428 @@
+"""The training step: gradients, accumulation, clipping, the optimizer and a guard, compiled once.
+
+`make_step` turns a loss and an optax optimizer into `step(state, batch) -> (state, metrics)`. Two things are
+decided here that a hand-written step often leaves out:
+
+- **Weighted means stay exact.** A loss is a mean over weighted targets. With accumulation the parts of a
+  batch are joined as Σ wᵢ gᵢ / Σ wᵢ with wᵢ the weight of part i, so a ragged batch gives the gradient of the
+  whole batch.
+- **A bad update is never applied.** If loss or gradient norm is not finite, the state keeps its last finite
+  values and remembers which step was bad; later steps leave it alone as well. Nothing waits for the device to
+  find this out.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from effml._validate import one_of, positive
+from effml.train import sharding
+
+__all__ = ["Step", "TrainState", "UpdateContext", "init_state", "make_eval_step", "make_step"]
+
+_COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+_CACHE_SIZE = 32
+
+
+class TrainState(NamedTuple):
+    """Everything that a training step changes.
+
+    Fields:
+        step: int32 scalar, number of updates done.
+        params: pytree of parameters.
+        optimizer_state: the optax state.
+        key: typed PRNG key of the run; step t uses `fold_in(key, t)`, so the key itself never changes.
+        first_bad_step: int32 scalar, number of the first step whose loss or gradient was not finite, −1 while
+            none was.
+    """
+
+    step: Int[Array, ""]
+    params: PyTree
+    optimizer_state: PyTree
+    key: Key[Array, ""]
+    first_bad_step: Int[Array, ""] | np.int32 = np.int32(-1)
+
+
+class UpdateContext(NamedTuple):
+    """What an `extra_args` function may use to make the optimizer's further arguments.
+
+    Fields: `step` (updates done so far), `loss`, `params` (before the update), `gradients` (after clipping),
+    `batch` and `key` (of this step).
+    """
+
+    step: Int[Array, ""]
+    loss: Float[Array, ""]
+    params: PyTree
+    gradients: PyTree
+    batch: PyTree
+    key: Key[Array, ""]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A compiled function of (state or parameters, batch); with a mesh it spreads the batch first.
+
+    `jitted` is the `jax.jit` function itself, for lowering and inspection.
+    """
+
+    jitted: Any
+    mesh: Mesh | None = None
+    accumulate: int = 1
+
+    def __call__(self, state: PyTree, batch: PyTree) -> Any:
+        """Runs the function on one batch (every leaf [batch, ...]).
+
+        Raises:
+            ValueError: if the batch does not split into `accumulate` parts or over the mesh.
+        """
+        if self.mesh is not None:
+            batch = sharding.to_global(batch, self.mesh)
+        if self.accumulate > 1:
+            rows = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(batch)}
+            parts = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+            if any(n == 0 or n % (self.accumulate * parts) for n in rows):
+                over = f" × {parts} devices" if parts > 1 else ""
+                raise ValueError(
+                    f"a batch of {'/'.join(map(str, sorted(rows)))} rows does not split into "
+                    f"accumulate={self.accumulate}{over} equal parts"
+                )
+        return self.jitted(state, batch)
+
+    def compilations(self) -> int:
+        """How many programs have been compiled so far: one for each shape of the arguments."""
+        return self.jitted._cache_size()
+
+
+class _Function:
+    """A callable that is equal to another if both call the same function with the same bound arguments."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.identity: Any = function
+        if isinstance(function, functools.partial):
+            bound = (function.func, function.args, tuple(sorted(function.keywords.items())))
+            try:
+                hash(bound)
+            except TypeError:
+                return
+            self.identity = bound
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Function) and self.identity == other.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+
+def _takes_key(function: Callable[..., Any]) -> bool:
+    return "key" in inspect.signature(function).parameters
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise TypeError(
+            f"optimizer={type(optimizer).__name__} is not an optax.GradientTransformation; "
+            "pass the object itself, such as optax.adamw(1e-3)"
+        )
+
+
+def init_state(
+    key: Key[Array, ""],
+    init_params: Callable[[Key[Array, ""]], PyTree] | PyTree,
+    optimizer: optax.GradientTransformation | optax.GradientTransformationExtraArgs,
+    *,
+    mesh: Mesh | None = None,
+) -> TrainState:
+    """Makes the state that training starts from; with a mesh every array is created in its place.
+
+    Args:
+        key: typed PRNG key (`jax.random.key`); one half initialises, the other drives the steps.
+        init_params: a function from a key to parameters, compiled as a whole; or the parameters themselves,
+            which are copied, because a training step consumes its state.
+        optimizer: the optax optimizer.
+        mesh: a mesh of `make_mesh`, or None for one device.
+
+    Returns:
+        The state at step 0.
+
+    Raises:
+        TypeError: for an optimizer that is not one, or a key that is not typed.
+
+    Example:
+        >>> state = init_state(jax.random.key(0), {"w": jnp.ones(3)}, optax.sgd(0.1))
+        >>> int(state.step), state.params["w"].shape
+        (0, (3,))
+    """
+    _check_optimizer(optimizer)
+    if not jnp.issubdtype(getattr(key, "dtype", np.dtype(int)), jax.dtypes.prng_key):
+        raise TypeError("key must be a typed PRNG key, from jax.random.key(seed)")
+    if callable(init_params):
+        return _initializer(_Function(init_params), optimizer, mesh)(key)
+    # Onto a mesh they travel by way of the host: they may sit on a device that is not part of it.
+    params = jax.tree.map(jnp.asarray if mesh is None else np.asarray, init_params)
+    return _place_initializer(optimizer, mesh)(key, params)
+
+
+@functools.lru_cache(maxsize=_CACHE_SIZE)
+def _initializer(init: _Function, optimizer: Any, mesh: Mesh | None) -> Any:
+    def initial_state(key):
+        init_key, run_key = jax.random.split(key)
+        return _fresh(init.function(init_key), optimizer, run_key, mesh)
+
+    return jax.jit(initial_state)
+
+
+@functools.lru_cache(maxsize=_CACHE_SIZE)
+def _place_initializer(optimizer: Any, mesh: Mesh | None) -> Any:
+    def initial_state(key, params):
+        return _fresh(jax.tree.map(jnp.copy, params), optimizer, jax.random.split(key)[1], mesh)
+
+    return jax.jit(initial_state)
+
+
+def _strong(leaf: Array) -> Array:
+    # A weakly typed leaf would come back strongly typed from the first step, and the second would compile
+    # again.
+    return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else leaf.astype(leaf.dtype)
+
+
+def _select(good: Array, new: Array, old: Array) -> Array:
+    if not jnp.issubdtype(old.dtype, jax.dtypes.extended):
+        new = new.astype(old.dtype)
+    return jnp.where(good, new, old)
+
+
+def _fresh(params: PyTree, optimizer: Any, key: Array, mesh: Mesh | None) -> TrainState:
+    params = jax.tree.map(_strong, params)
+    optimizer_state = jax.tree.map(lambda a: _strong(jnp.asarray(a)), optimizer.init(params))
+    return _constrain(TrainState(jnp.int32(0), params, optimizer_state, key, jnp.int32(-1)), mesh)
+
+
+def _constrain(state: TrainState, mesh: Mesh | None) -> TrainState:
+    if mesh is None:
+        return state
+    whole = NamedSharding(mesh, PartitionSpec())
+    params_specs = sharding.param_specs(state.params, mesh)
+    state_specs = sharding.state_specs(state.optimizer_state, state.params, mesh)
+    return TrainState(
+        jax.lax.with_sharding_constraint(state.step, whole),
+        sharding.shard_tree(state.params, params_specs, mesh),
+        sharding.shard_tree(state.optimizer_state, state_specs, mesh),
+        jax.lax.with_sharding_constraint(state.key, whole),
+        jax.lax.with_sharding_constraint(state.first_bad_step, whole),
+    )
+
+
+def _cast(params: PyTree, dtype: str | None) -> PyTree:
+    if dtype is None:
+        return params
+    return jax.tree.map(lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
+
+
+def _evaluate_loss(
+    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: Array | None, takes_key: bool
+) -> tuple[Array, dict[str, Any]]:
+    result = loss_fn(params, batch, key=key) if takes_key else loss_fn(params, batch)
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    if jnp.shape(loss) != ():
+        raise ValueError(f"the loss must be a scalar, got shape {jnp.shape(loss)}")
+    metrics = dict(metrics)
+    if "tokens" not in metrics:
+        weights = batch.get("weights") if isinstance(batch, Mapping) else None
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        metrics["tokens"] = jnp.float32(rows) if weights is None else jnp.sum(weights)
+    return jnp.asarray(loss, jnp.float32), {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}
+
+
+def make_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation | optax.GradientTransformationExtraArgs,
+    *,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    compute_dtype: str | None = None,
+    mesh: Mesh | None = None,
+    extra_args: Callable[[UpdateContext], dict[str, Any]] | None = None,
+    summed: tuple[str, ...] = ("tokens", "correct"),
+) -> Step:
+    """Compiles one training step.
+
+    The step is compiled once for equal arguments: `loss_fn`, `optimizer` and `extra_args` are compared by
+    identity (an optax transformation is a tuple of closures), `functools.partial` objects by the function and
+    the arguments they bind. So hold on to the optimizer, or build it by a cached factory.
+
+    Args:
+        loss_fn: `loss_fn(params, batch)` or, when it has an argument called `key`, `loss_fn(params, batch,
+            key=key)`; returns the loss, a mean over the batch's weights, or (loss, metrics).
+            `metrics["tokens"]` is the sum of those weights; without it, the sum of `batch["weights"]` or else
+            the number of rows is taken.
+        optimizer: the optax optimizer.
+        accumulate: number of parts that a batch [B, ...] is cut into and run one after the other; divides B.
+        clip_norm: largest global norm of the gradient; None leaves it.
+        compute_dtype: float32, bfloat16 or float16: the loss sees floating parameters in this type while
+            parameters, gradients, their accumulation and the optimizer keep the parameters' own. None casts
+            nothing.
+        mesh: a mesh of `make_mesh`: parameters and optimizer state are split by `param_specs`, the batch by
+            rows.
+        extra_args: makes further keyword arguments for `optimizer.update` from an `UpdateContext`.
+        summed: metrics that add up over the parts of a batch; all others are averaged by weight.
+
+    Returns:
+        A `Step`, called as `step(state, batch) -> (state, metrics)`; the state passed in is consumed
+        (donated). Metrics are scalars on the device: `loss`, `gradient_norm` (before clipping), `tokens`,
+        `first_bad_step` and whatever the loss reports.
+
+    Raises:
+        TypeError: if `loss_fn` can't be called or `optimizer` is not an optax one.
+        ValueError: for `accumulate` or `clip_norm` that are not positive, or an unknown `compute_dtype`.
+
+    Example:
+        >>> def loss(params, batch):
+        ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+        >>> optimizer = optax.sgd(0.1)
+        >>> step = make_step(loss, optimizer, accumulate=2)
+        >>> state = init_state(jax.random.key(0), {"w": jnp.zeros(3)}, optimizer)
+        >>> state, metrics = step(state, {"x": np.eye(4, 3, dtype=np.float32), "y": np.ones(4, np.float32)})
+        >>> float(metrics["loss"]), int(state.step)
+        (1.0, 1)
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn={loss_fn!r} can't be called")
+    _check_optimizer(optimizer)
+    positive("accumulate", accumulate)
+    if clip_norm is not None:
+        positive("clip_norm", clip_norm)
+    if compute_dtype is not None:
+        one_of("compute_dtype", compute_dtype, _COMPUTE_DTYPES)
+    extra = None if extra_args is None else _Function(extra_args)
+    return _make_step(
+        _Function(loss_fn), optimizer, accumulate, clip_norm, compute_dtype, mesh, extra, ("tokens", *summed)
+    )
+
+
+@functools.lru_cache(maxsize=_CACHE_SIZE)
+def _make_step(
+    loss: _Function,
+    optimizer: Any,
+    accumulate: int,
+    clip_norm: float | None,
+    compute_dtype: str | None,
+    mesh: Mesh | None,
+    extra_args: _Function | None,
+    summed: tuple[str, ...],
+) -> Step:
+    takes_key = _takes_key(loss.function)
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def gradients_of(params, batch, key):
+        def objective(p):
+            return _evaluate_loss(loss.function, _cast(p, compute_dtype), batch, key, takes_key)
+
+        (value, metrics), gradients = jax.value_and_grad(objective, has_aux=True)(params)
+        return value, metrics, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+
+    def accumulated(params, batch, key):
+        # Part i takes rows i, i + accumulate, ...: with rows split over devices, each device keeps its own.
+        parts = jax.tree.map(lambda a: jnp.swapaxes(a.reshape(-1, accumulate, *a.shape[1:]), 0, 1), batch)
+        if mesh is not None:
+            rows = NamedSharding(mesh, PartitionSpec(None, *sharding.batch_sharding(mesh).spec))
+            parts = jax.lax.with_sharding_constraint(parts, rows)
+        keys = jax.random.split(key, accumulate)
+
+        def part(total, inputs):
+            value, metrics, gradients = gradients_of(params, *inputs)
+            weight = metrics["tokens"]
+            # A part without any weight has the loss 0/0, and must not count.
+            terms = jax.tree.map(
+                lambda a: jnp.where(weight > 0, weight * a, 0.0), (value, metrics, gradients)
+            )
+            sums = {name: metrics[name] for name in summed if name in metrics}
+            return jax.tree.map(jnp.add, total, (*terms, sums)), None
+
+        first = jax.tree.map(lambda a: a[0], (parts, keys))
+        shapes = jax.eval_shape(lambda inputs: gradients_of(params, *inputs), first)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        start = (*zeros, {name: zeros[1][name] for name in summed if name in zeros[1]})
+        (value, metrics, gradients, sums), _ = jax.lax.scan(part, start, (parts, keys))
+        whole = jnp.maximum(sums["tokens"], jnp.finfo(jnp.float32).tiny)
+        value, metrics, gradients = jax.tree.map(lambda a: a / whole, (value, metrics, gradients))
+        return value, metrics | sums, gradients
+
+    def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
+        key = jax.random.fold_in(state.key, state.step)
+        compute = gradients_of if accumulate == 1 else accumulated
+        value, metrics, gradients = compute(state.params, batch, key)
+        norm = jnp.sqrt(sum((jnp.sum(g * g) for g in jax.tree.leaves(gradients)), jnp.float32(0)))
+        if clip_norm is not None:
+            scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+            gradients = jax.tree.map(lambda g: g * scale, gradients)
+        gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
+        extra = {}
+        if extra_args is not None:
+            context = UpdateContext(state.step, value, state.params, gradients, batch, key)
+            extra = extra_args.function(context)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.params, **extra)
+        params = optax.apply_updates(state.params, updates)
+
+        finite = jnp.isfinite(value) & jnp.isfinite(norm)
+        first_bad = jnp.where(
+            (state.first_bad_step < 0) & ~finite, state.step + 1, jnp.asarray(state.first_bad_step, jnp.int32)
+        )
+        good = first_bad < 0
+        new = TrainState(state.step + 1, params, optimizer_state, state.key, first_bad)
+        old = state._replace(first_bad_step=first_bad)
+        state = _constrain(jax.tree.map(lambda a, b: _select(good, a, b), new, old), mesh)
+        return state, metrics | {"loss": value, "gradient_norm": norm, "first_bad_step": first_bad}
+
+    return Step(jax.jit(train_step, donate_argnums=0), mesh, accumulate)
+
+
+def make_eval_step(
+    loss_fn: Callable[..., Any], *, compute_dtype: str | None = None, mesh: Mesh | None = None
+) -> Step:
+    """Compiles the loss alone, for `evaluate`; cached as `make_step` is.
+
+    Args:
+        loss_fn: as for `make_step`; a `key` argument gets None, which must mean "no randomness".
+        compute_dtype: as for `make_step`.
+        mesh: a mesh of `make_mesh`.
+
+    Returns:
+        A `Step`, called as `eval_step(params, batch) -> (loss, metrics)` with `metrics["tokens"]` present.
+
+    Raises:
+        TypeError: if `loss_fn` can't be called.
+        ValueError: for an unknown `compute_dtype`.
+
+    Example:
+        >>> eval_step = make_eval_step(lambda params, batch: jnp.mean(batch["x"] * params))
+        >>> loss, metrics = eval_step(jnp.float32(2), {"x": np.ones(3, np.float32)})
+        >>> float(loss), float(metrics["tokens"])
+        (2.0, 3.0)
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn={loss_fn!r} can't be called")
+    if compute_dtype is not None:
+        one_of("compute_dtype", compute_dtype, _COMPUTE_DTYPES)
+    return _make_eval_step(_Function(loss_fn), compute_dtype, mesh)
+
+
+@functools.lru_cache(maxsize=_CACHE_SIZE)
+def _make_eval_step(loss: _Function, compute_dtype: str | None, mesh: Mesh | None) -> Step:
+    takes_key = _takes_key(loss.function)
+
+    def eval_step(params: PyTree, batch: PyTree) -> tuple[Array, dict[str, Array]]:
+        return _evaluate_loss(loss.function, _cast(params, compute_dtype), batch, None, takes_key)
+
+    return Step(jax.jit(eval_step), mesh)

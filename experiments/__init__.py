@@ -1,0 +1,1 @@
+"""One experiment per method: claim, presets, table, plot and checks."""

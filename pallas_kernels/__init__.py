@@ -1,0 +1,1 @@
+"""Fused decoding, binary matmul and block-sparse attention kernels for GPU and TPU (jax and numpy only)."""

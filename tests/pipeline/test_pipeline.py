@@ -1,0 +1,138 @@
+"""The main job: stages, their typed results, the report and what lies beside it."""
+
+import dataclasses
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from effml import report
+from effml.pipeline import STAGES, PipelineConfig, run_pipeline
+from effml.pipeline.stages import EvaluationResult, TextResult, TrainingResult
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    config = PipelineConfig(preset="smoke", out=tmp_path_factory.mktemp("pipeline") / "run", sample_tokens=16)
+    return config, run_pipeline(config)
+
+
+def test_every_optimizer_is_a_row_with_its_cost(finished):
+    _, result = finished
+    assert [row["optimizer"] for row in result.rows] == ["adamw", "muon", "scale"]
+    assert all(row["held-out loss (nats/token)"] > 0 for row in result.rows)
+
+
+def test_result_file_is_the_returned_result(finished):
+    config, result = finished
+    assert report.Result.load(config.out / "result.json") == result
+
+
+def test_metrics_hold_every_step_of_every_optimizer(finished):
+    config, _ = finished
+    rows = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["optimizer"], row["step"]) for row in rows] == [
+        (name, step) for name in config.optimizers for step in range(1, 7)
+    ]
+
+
+class Reader(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.images, self.links, self.words = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag == "img":
+            self.images.append(attrs)
+        self.links += [value for name, value in attrs.items() if name in ("src", "href") and value]
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_report_is_one_file_with_pictures_and_a_sample(finished):
+    config, _ = finished
+    reader = Reader()
+    reader.feed((config.out / "report.html").read_text(encoding="utf-8"))
+    assert len(reader.images) == 3
+    assert all(image["src"].startswith("data:image/png;base64,") and image["alt"] for image in reader.images)
+    assert all(link.startswith(("data:", "#")) for link in reader.links)
+    words = " ".join(reader.words)
+    for expected in ("def ", "adamw", "held-out loss", "tokens/s", "greedy"):
+        assert expected in words
+
+
+def test_saved_models_score_as_they_did_in_training(finished):
+    config, result = finished
+    for name in config.optimizers:
+        assert result.summary[f"{name}_saved_nats_per_byte"] == pytest.approx(
+            result.summary[f"{name}_held_out"], rel=0.2
+        )
+
+
+def test_checks_are_judged_only_on_what_was_run(finished, tmp_path):
+    _, result = finished
+    assert len(result.checks) == 2
+    alone = run_pipeline(
+        PipelineConfig(preset="smoke", optimizers=("scale",), steps=2, out=tmp_path / "run", sample_tokens=4)
+    )
+    assert alone.checks == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    text: TextResult
+
+    def add_to(self, page):
+        page.add_text("an extra stage was here")
+
+    def metrics(self):
+        return []
+
+    def summary(self):
+        return {"extra": 1.0}
+
+
+def test_a_stage_is_added_without_touching_the_others(tmp_path):
+    def extra(run):
+        """An extra stage."""
+        with pytest.raises(KeyError, match="EvaluationResult"):
+            run.result(EvaluationResult)
+        return Extra(run.result(TextResult))
+
+    config = PipelineConfig(preset="smoke", optimizers=("scale",), steps=2, out=tmp_path / "run")
+    result = run_pipeline(config, stages=(STAGES[0], extra, STAGES[1]))
+    assert result.summary["extra"] == 1.0
+    assert "an extra stage was here" in (config.out / "report.html").read_text()
+    assert TrainingResult is not None
+
+
+def test_a_second_run_replaces_the_first_and_nothing_else(tmp_path):
+    config = PipelineConfig(
+        preset="smoke", optimizers=("scale",), steps=2, out=tmp_path / "run", sample_tokens=4
+    )
+    run_pipeline(config)
+    run_pipeline(config)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="not from effml pipeline"):
+        run_pipeline(dataclasses.replace(config, out=tmp_path / "mine"))
+    assert (tmp_path / "mine/thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"preset": "smok"}, "did you mean 'smoke'"),
+        ({"optimizers": ("adam",)}, "did you mean 'adamw'"),
+        ({"optimizers": ()}, "empty"),
+        ({"optimizers": ("scale", "scale")}, "twice"),
+        ({"steps": 0}, "steps"),
+        ({"prompt": ""}, "prompt"),
+        ({"sample_tokens": 0}, "sample_tokens"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(changes, words):
+    with pytest.raises(ValueError, match=words):
+        PipelineConfig(**changes)
