@@ -27,7 +27,7 @@ def run_experiment(
 
     Args:
         module: an experiment: `METHOD`, `PRESETS` (preset name to `Config`), `run`, `plot`; perhaps `COLUMNS`
-            and `BEST` for the table.
+            and `BEST` for the table, and `notes(result)`, remarks on what is reported without a bound.
         preset: a name in `PRESETS`.
         seed: first seed, the preset's own when None.
         out: folder for `result.json`, `result.md`, `figure.png`; `runs/NAME/PRESET` by default.
@@ -52,6 +52,8 @@ def run_experiment(
 
     columns, best = getattr(module, "COLUMNS", None), getattr(module, "BEST", None)
     report.print_result(result, title=card.title, columns=columns, best=best)
+    for line in notes_of(module, result):
+        print(f"* {line}")
     if commit:
         folder, names = report.experiments_folder() / "results" / card.name, [preset] * 3
     else:
@@ -60,9 +62,7 @@ def run_experiment(
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / f"{names[2]}.png"
     report.save_figure(module.plot(result), picture)
-    page = report.markdown_report(
-        result, card.title, claim=card.claim, columns=columns, best=best, picture=picture.name
-    )
+    page = markdown_page(module, result, picture.name)
     temporary = folder / f".{names[1]}.md.{os.getpid()}"
     temporary.write_text(page, encoding="utf-8")
     temporary.replace(folder / f"{names[1]}.md")
@@ -72,6 +72,26 @@ def run_experiment(
         print("smoke only tries the code; its checks mean nothing", file=sys.stderr)
         return 0
     return 0 if result.holds else 1
+
+
+def notes_of(module: ModuleType, result: report.Result) -> list[str]:
+    """The experiment's own remarks on a result, if it makes any."""
+    return list(module.notes(result)) if hasattr(module, "notes") else []
+
+
+def markdown_page(module: ModuleType, result: report.Result, picture: str) -> str:
+    """The committed page: claim, table, checks, remarks, picture, how it was measured."""
+    page = report.markdown_report(
+        result,
+        module.METHOD.title,
+        claim=module.METHOD.claim,
+        columns=getattr(module, "COLUMNS", None),
+        best=getattr(module, "BEST", None),
+        picture=picture,
+    )
+    remarks = "".join(f"* {line}\n" for line in notes_of(module, result))
+    image = f"![{module.METHOD.title}]({picture})"
+    return page.replace(image, f"{remarks}\n{image}", 1) if remarks else page
 
 
 def main(module: ModuleType, arguments: Sequence[str] | None = None) -> int:

@@ -1,11 +1,13 @@
 """The `effml` command: a thin face over the library, one small module per command.
 
 A command is a module of this folder that holds a frozen dataclass `Command` with a `run() -> int` method. Its
-first docstring line is what `effml --help` shows. Nothing heavy is imported before a command is chosen.
+first docstring line is what `effml --help` shows; an underscore behind its name keeps Python's own name free
+(`list_.py`). Nothing heavy is imported before a command is chosen.
 """
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import os
 import sys
@@ -31,7 +33,7 @@ def commands() -> dict[str, str]:
     found = {}
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
         with path.open(encoding="utf-8") as file:
-            found[path.stem] = file.readline().strip().strip('"').rstrip(".")
+            found[path.stem.rstrip("_")] = file.readline().strip().strip('"').rstrip(".")
     return dict(sorted(found.items(), key=lambda item: (item[0] not in _FIRST, _order(item[0]), item[0])))
 
 
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe (`| head`) has gone: that is its right, and no error of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, TypeError, ImportError, OSError) as error:
+    except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
         if os.environ.get("EFFML_TRACEBACK"):
             raise
         message = " ".join(str(error).split()) or type(error).__name__
@@ -106,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, rest: list[str]) -> int:
     import tyro
 
-    module = importlib.import_module(f"effml.cli.{name}")
+    suffix = "_" if hasattr(builtins, name) else ""
+    module = importlib.import_module(f"effml.cli.{name}{suffix}")
     command = tyro.cli(module.Command, prog=f"effml {name}", description=module.__doc__, args=rest)
     return int(command.run() or 0)

@@ -14,7 +14,7 @@ __all__ = ["StopTexts", "render_chat"]
 
 def render_chat(
     template: str | None,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Any],
     *,
     add_generation_prompt: bool = True,
     bos_token: str = "",

@@ -4,7 +4,7 @@ Both run the same two compiled programs. One reads the prompts into a key-value 
 `jax.lax.while_loop` that writes tokens until every sequence has ended. Prompt and cache lengths are rounded up
 to powers of two, so a second prompt of about the same length compiles nothing.
 
-    >>> import functools, types
+    >>> import functools, types, jax
     >>> from effml.nn.transformer import TransformerConfig, forward, init_params
     >>> config = TransformerConfig(vocab_size=256, width=32, num_layers=2, num_heads=4, mlp_width=64)
     >>> model = types.SimpleNamespace(
@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, PRNGKeyArray
@@ -115,7 +114,7 @@ def generate(
             than the model's `max_length`, a random choice without a key, or NaN logits.
 
     Example:
-        >>> import functools, types
+        >>> import functools, types, jax
         >>> from effml.nn.transformer import TransformerConfig, forward, init_params
         >>> config = TransformerConfig(vocab_size=256, width=32, num_layers=2, num_heads=4, mlp_width=64)
         >>> params = init_params(jax.random.key(0), config)
@@ -128,7 +127,7 @@ def generate(
     """
     tokens, sizes = _prompts(prompt_tokens, lengths)
     run = _Run(model, tokens, sizes, max_new_tokens, sampling, key, stop_ids, cache_init, append, attention)
-    columns = [column for column in run.chunks(None)]
+    columns = list(run.chunks(None))
     written = np.concatenate(columns, axis=1)[:, :max_new_tokens]
     padded = np.zeros((len(tokens), max_new_tokens), np.int32)
     padded[:, : written.shape[1]] = np.maximum(written, 0)
@@ -171,7 +170,7 @@ def stream(
         ValueError: as `generate` does.
 
     Example:
-        >>> import functools, types
+        >>> import functools, types, jax
         >>> from effml.nn.transformer import TransformerConfig, forward, init_params
         >>> config = TransformerConfig(vocab_size=256, width=32, num_layers=2, num_heads=4, mlp_width=64)
         >>> params = init_params(jax.random.key(0), config)
@@ -226,7 +225,7 @@ def stream_text(
         ValueError: as `generate` does, and if the model has no tokenizer.
 
     Example:
-        >>> import functools, types
+        >>> import functools, types, jax
         >>> from effml.data import ByteTokenizer
         >>> from effml.nn.transformer import TransformerConfig, forward, init_params
         >>> config = TransformerConfig(vocab_size=256, width=32, num_layers=2, num_heads=4, mlp_width=64)

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Key
 
 from effml._validate import positive
 
@@ -101,7 +101,9 @@ def filter_logits(
 
 
 def sample(
-    key: PRNGKeyArray | None, logits: Float[Array, "batch vocab"], config: SamplingConfig
+    key: Key[Array, ""] | Key[Array, " batch"] | None,
+    logits: Float[Array, "batch vocab"],
+    config: SamplingConfig,
 ) -> Int[Array, " batch"]:
     """One token per row.
 

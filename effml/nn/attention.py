@@ -9,10 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from effml.nn._causal import causal_attention
 from effml.nn._config import TransformerConfig
 from effml.nn.cache import attend
 
-__all__ = ["AttentionInputs", "apply_rope", "dense_attention", "rope_frequencies", "rope_tables"]
+__all__ = [
+    "AttentionInputs",
+    "apply_rope",
+    "causal_attention",
+    "dense_attention",
+    "rope_frequencies",
+    "rope_tables",
+]
 
 
 class AttentionInputs(NamedTuple):
@@ -44,7 +52,10 @@ class AttentionInputs(NamedTuple):
 
 
 def dense_attention(inputs: AttentionInputs) -> tuple[Float[Array, "batch new heads head"], None]:
-    """Softmax attention over the cache's committed rows and the new rows (see `effml.nn.cache.attend`).
+    """Softmax attention over the cache's committed rows and the new rows.
+
+    With neither cache nor mask, as in training, this is `causal_attention`, whose gradient is fast and reverse
+    mode only; else it is `effml.nn.cache.attend`.
 
     Args:
         inputs: queries, keys, values and what else the block knows.
@@ -55,20 +66,15 @@ def dense_attention(inputs: AttentionInputs) -> tuple[Float[Array, "batch new he
     Example:
         >>> rows = jnp.ones((1, 3, 2, 4))
         >>> positions = jnp.arange(3)[None]
-        >>> inputs = AttentionInputs(rows, rows, rows, None, {}, positions, None, None, 0.5, 0)
+        >>> inputs = AttentionInputs(rows, rows, rows, rows, {}, positions, None, None, 0.5, 0)
         >>> output, info = dense_attention(inputs)
         >>> output.shape
         (1, 3, 2, 4)
     """
-    output = attend(
-        inputs.query,
-        inputs.cache,
-        inputs.key,
-        inputs.value,
-        inputs.mask,
-        inputs.positions,
-        scale=inputs.scale,
-    )
+    query, key, value = inputs.query, inputs.key, inputs.value
+    if inputs.cache is None and inputs.mask is None:
+        return causal_attention(query, key, value, scale=inputs.scale), None
+    output = attend(query, inputs.cache, key, value, inputs.mask, inputs.positions, scale=inputs.scale)
     return output, None
 
 

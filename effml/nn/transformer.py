@@ -19,6 +19,9 @@ what a block does without a second model: `linear` computes every product, `atte
 
 Layers come as a list of dicts (unrolled: quicker to run one token at a time, and layers may differ) or as one
 dict whose leaves have a leading layer axis (scanned: compile time does not grow with depth).
+
+The default products and the default causal attention have gradients of their own, written for speed, and
+therefore no forward mode; `jax.jvp` works with `linear=plain_linear` and an explicit `mask`.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from effml.nn._block import (
     block,
     dense_linear,
     normalize,
+    plain_linear,
     sum_residual,
 )
 from effml.nn._config import RopeScaling, TransformerConfig
@@ -63,6 +67,7 @@ __all__ = [
     "init_params",
     "next_token_loss",
     "param_count",
+    "plain_linear",
     "stack_layers",
     "sum_residual",
     "unembed",

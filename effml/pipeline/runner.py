@@ -108,7 +108,7 @@ class StageResult(Protocol):
         ...
 
 
-ResultT = TypeVar("ResultT", bound=StageResult)
+ResultT = TypeVar("ResultT")
 
 
 @dataclass

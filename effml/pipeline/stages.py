@@ -97,10 +97,9 @@ class TrainingResult:
                 "optimizer": name,
                 "learning rate": trained.config.rate,
                 "held-out loss (nats/token)": trained.held_out["nats_per_token"],
-                "loss (nats/byte)": trained.held_out["nats_per_byte"],
                 "perplexity": trained.held_out["perplexity"],
-                "optimizer state (bytes)": trained.optimizer_bytes,
-                "parameters + state (bytes)": trained.optimizer_bytes + trained.parameter_bytes,
+                "state (MB)": trained.optimizer_bytes / 1e6,
+                "parameters + state (MB)": (trained.optimizer_bytes + trained.parameter_bytes) / 1e6,
                 "training (tokens/s)": round(trained.tokens_per_second),
                 "training (s)": round(trained.seconds, 1),
             }
@@ -134,7 +133,7 @@ class TrainingResult:
             "benchmarks/pipeline_rates.py."
         )
         page.add_table(
-            self.rows(), best={"held-out loss (nats/token)": "min", "optimizer state (bytes)": "min"}
+            self.rows(), best={"held-out loss (nats/token)": "min", "state (MB)": "min"}
         )
         held_out = {
             name: (curve["held_out_step"], curve["held_out"])
@@ -214,8 +213,8 @@ class EvaluationResult:
                     "model": name,
                     "loss (nats/byte)": model.nats_per_byte,
                     "perplexity": model.perplexity,
-                    "on disk (bytes)": model.bytes_on_disk,
-                    "in memory (bytes)": model.bytes_in_memory,
+                    "on disk (MB)": model.bytes_on_disk / 1e6,
+                    "in memory (MB)": model.bytes_in_memory / 1e6,
                     "scoring (tokens/s)": round(model.tokens_per_second),
                 }
                 for name, model in self.models.items()

@@ -23,6 +23,7 @@ Example:
 
 from __future__ import annotations
 
+from effml.train._state import TrainState, init_state
 from effml.train.checkpoint import Checkpoints
 from effml.train.loop import FitResult, NonFiniteLoss, evaluate, fit
 from effml.train.progress import Progress, ProgressUpdate
@@ -37,7 +38,7 @@ from effml.train.sharding import (
     state_specs,
     to_global,
 )
-from effml.train.step import Step, TrainState, UpdateContext, init_state, make_eval_step, make_step
+from effml.train.step import Step, UpdateContext, make_eval_step, make_step
 from effml.train.writers import (
     JsonLinesWriter,
     TensorBoardWriter,

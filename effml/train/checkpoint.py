@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, PyTree, UInt32
 
 from effml._validate import positive
-from effml.train.step import TrainState
+from effml.train._state import TrainState
 
 __all__ = ["Checkpoints"]
 

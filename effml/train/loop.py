@@ -24,16 +24,16 @@ import numpy as np
 from jaxtyping import PyTree
 
 from effml._validate import positive
+from effml.train._state import TrainState
 from effml.train.checkpoint import Checkpoints
 from effml.train.progress import ProgressUpdate
-from effml.train.step import TrainState
 
 __all__ = ["FitResult", "NonFiniteLoss", "evaluate", "fit"]
 
 _RUN_AHEAD = 2
 
 
-class NonFiniteLoss(ArithmeticError):
+class NonFiniteLoss(FloatingPointError):
     """The loss or its gradient stopped being a number.
 
     Attributes:

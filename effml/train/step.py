@@ -16,42 +16,22 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from effml._validate import one_of, positive
 from effml.train import sharding
+from effml.train._state import CACHE_SIZE, Function, TrainState, check_optimizer, constrain
 
-__all__ = ["Step", "TrainState", "UpdateContext", "init_state", "make_eval_step", "make_step"]
+__all__ = ["Step", "UpdateContext", "make_eval_step", "make_step"]
 
 _COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
-_CACHE_SIZE = 32
-
-
-class TrainState(NamedTuple):
-    """Everything that a training step changes.
-
-    Fields:
-        step: int32 scalar, number of updates done.
-        params: pytree of parameters.
-        optimizer_state: the optax state.
-        key: typed PRNG key of the run; step t uses `fold_in(key, t)`, so the key itself never changes.
-        first_bad_step: int32 scalar, number of the first step whose loss or gradient was not finite, −1 while
-            none was.
-    """
-
-    step: Int[Array, ""]
-    params: PyTree
-    optimizer_state: PyTree
-    key: Key[Array, ""]
-    first_bad_step: Int[Array, ""] | np.int32 = np.int32(-1)
 
 
 class UpdateContext(NamedTuple):
@@ -79,6 +59,7 @@ class Step:
     jitted: Any
     mesh: Mesh | None = None
     accumulate: int = 1
+    traces: list[None] = field(default_factory=list, compare=False, repr=False)
 
     def __call__(self, state: PyTree, batch: PyTree) -> Any:
         """Runs the function on one batch (every leaf [batch, ...]).
@@ -100,128 +81,18 @@ class Step:
         return self.jitted(state, batch)
 
     def compilations(self) -> int:
-        """How many programs have been compiled so far: one for each shape of the arguments."""
-        return self.jitted._cache_size()
-
-
-class _Function:
-    """A callable that is equal to another if both call the same function with the same bound arguments."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
-        self.identity: Any = function
-        if isinstance(function, functools.partial):
-            bound = (function.func, function.args, tuple(sorted(function.keywords.items())))
-            try:
-                hash(bound)
-            except TypeError:
-                return
-            self.identity = bound
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Function) and self.identity == other.identity
-
-    def __hash__(self) -> int:
-        return hash(self.identity)
+        """How many programs have been made so far: one for each set of argument shapes and types."""
+        return len(self.traces)
 
 
 def _takes_key(function: Callable[..., Any]) -> bool:
     return "key" in inspect.signature(function).parameters
 
 
-def _check_optimizer(optimizer: Any) -> None:
-    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-        raise TypeError(
-            f"optimizer={type(optimizer).__name__} is not an optax.GradientTransformation; "
-            "pass the object itself, such as optax.adamw(1e-3)"
-        )
-
-
-def init_state(
-    key: Key[Array, ""],
-    init_params: Callable[[Key[Array, ""]], PyTree] | PyTree,
-    optimizer: optax.GradientTransformation | optax.GradientTransformationExtraArgs,
-    *,
-    mesh: Mesh | None = None,
-) -> TrainState:
-    """Makes the state that training starts from; with a mesh every array is created in its place.
-
-    Args:
-        key: typed PRNG key (`jax.random.key`); one half initialises, the other drives the steps.
-        init_params: a function from a key to parameters, compiled as a whole; or the parameters themselves,
-            which are copied, because a training step consumes its state.
-        optimizer: the optax optimizer.
-        mesh: a mesh of `make_mesh`, or None for one device.
-
-    Returns:
-        The state at step 0.
-
-    Raises:
-        TypeError: for an optimizer that is not one, or a key that is not typed.
-
-    Example:
-        >>> state = init_state(jax.random.key(0), {"w": jnp.ones(3)}, optax.sgd(0.1))
-        >>> int(state.step), state.params["w"].shape
-        (0, (3,))
-    """
-    _check_optimizer(optimizer)
-    if not jnp.issubdtype(getattr(key, "dtype", np.dtype(int)), jax.dtypes.prng_key):
-        raise TypeError("key must be a typed PRNG key, from jax.random.key(seed)")
-    if callable(init_params):
-        return _initializer(_Function(init_params), optimizer, mesh)(key)
-    # Onto a mesh they travel by way of the host: they may sit on a device that is not part of it.
-    params = jax.tree.map(jnp.asarray if mesh is None else np.asarray, init_params)
-    return _place_initializer(optimizer, mesh)(key, params)
-
-
-@functools.lru_cache(maxsize=_CACHE_SIZE)
-def _initializer(init: _Function, optimizer: Any, mesh: Mesh | None) -> Any:
-    def initial_state(key):
-        init_key, run_key = jax.random.split(key)
-        return _fresh(init.function(init_key), optimizer, run_key, mesh)
-
-    return jax.jit(initial_state)
-
-
-@functools.lru_cache(maxsize=_CACHE_SIZE)
-def _place_initializer(optimizer: Any, mesh: Mesh | None) -> Any:
-    def initial_state(key, params):
-        return _fresh(jax.tree.map(jnp.copy, params), optimizer, jax.random.split(key)[1], mesh)
-
-    return jax.jit(initial_state)
-
-
-def _strong(leaf: Array) -> Array:
-    # A weakly typed leaf would come back strongly typed from the first step, and the second would compile
-    # again.
-    return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else leaf.astype(leaf.dtype)
-
-
 def _select(good: Array, new: Array, old: Array) -> Array:
     if not jnp.issubdtype(old.dtype, jax.dtypes.extended):
         new = new.astype(old.dtype)
     return jnp.where(good, new, old)
-
-
-def _fresh(params: PyTree, optimizer: Any, key: Array, mesh: Mesh | None) -> TrainState:
-    params = jax.tree.map(_strong, params)
-    optimizer_state = jax.tree.map(lambda a: _strong(jnp.asarray(a)), optimizer.init(params))
-    return _constrain(TrainState(jnp.int32(0), params, optimizer_state, key, jnp.int32(-1)), mesh)
-
-
-def _constrain(state: TrainState, mesh: Mesh | None) -> TrainState:
-    if mesh is None:
-        return state
-    whole = NamedSharding(mesh, PartitionSpec())
-    params_specs = sharding.param_specs(state.params, mesh)
-    state_specs = sharding.state_specs(state.optimizer_state, state.params, mesh)
-    return TrainState(
-        jax.lax.with_sharding_constraint(state.step, whole),
-        sharding.shard_tree(state.params, params_specs, mesh),
-        sharding.shard_tree(state.optimizer_state, state_specs, mesh),
-        jax.lax.with_sharding_constraint(state.key, whole),
-        jax.lax.with_sharding_constraint(state.first_bad_step, whole),
-    )
 
 
 def _cast(params: PyTree, dtype: str | None) -> PyTree:
@@ -288,6 +159,8 @@ def make_step(
         ValueError: for `accumulate` or `clip_norm` that are not positive, or an unknown `compute_dtype`.
 
     Example:
+        >>> import numpy as np
+        >>> from effml.train import init_state
         >>> def loss(params, batch):
         ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
         >>> optimizer = optax.sgd(0.1)
@@ -299,27 +172,27 @@ def make_step(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn={loss_fn!r} can't be called")
-    _check_optimizer(optimizer)
+    check_optimizer(optimizer)
     positive("accumulate", accumulate)
     if clip_norm is not None:
         positive("clip_norm", clip_norm)
     if compute_dtype is not None:
         one_of("compute_dtype", compute_dtype, _COMPUTE_DTYPES)
-    extra = None if extra_args is None else _Function(extra_args)
+    extra = None if extra_args is None else Function(extra_args)
     return _make_step(
-        _Function(loss_fn), optimizer, accumulate, clip_norm, compute_dtype, mesh, extra, ("tokens", *summed)
+        Function(loss_fn), optimizer, accumulate, clip_norm, compute_dtype, mesh, extra, ("tokens", *summed)
     )
 
 
-@functools.lru_cache(maxsize=_CACHE_SIZE)
+@functools.lru_cache(maxsize=CACHE_SIZE)
 def _make_step(
-    loss: _Function,
+    loss: Function,
     optimizer: Any,
     accumulate: int,
     clip_norm: float | None,
     compute_dtype: str | None,
     mesh: Mesh | None,
-    extra_args: _Function | None,
+    extra_args: Function | None,
     summed: tuple[str, ...],
 ) -> Step:
     takes_key = _takes_key(loss.function)
@@ -360,6 +233,7 @@ def _make_step(
         return value, metrics | sums, gradients
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
+        traces.append(None)
         key = jax.random.fold_in(state.key, state.step)
         compute = gradients_of if accumulate == 1 else accumulated
         value, metrics, gradients = compute(state.params, batch, key)
@@ -382,10 +256,11 @@ def _make_step(
         good = first_bad < 0
         new = TrainState(state.step + 1, params, optimizer_state, state.key, first_bad)
         old = state._replace(first_bad_step=first_bad)
-        state = _constrain(jax.tree.map(lambda a, b: _select(good, a, b), new, old), mesh)
+        state = constrain(jax.tree.map(lambda a, b: _select(good, a, b), new, old), mesh)
         return state, metrics | {"loss": value, "gradient_norm": norm, "first_bad_step": first_bad}
 
-    return Step(jax.jit(train_step, donate_argnums=0), mesh, accumulate)
+    traces: list[None] = []
+    return Step(jax.jit(train_step, donate_argnums=0), mesh, accumulate, traces)
 
 
 def make_eval_step(
@@ -406,6 +281,7 @@ def make_eval_step(
         ValueError: for an unknown `compute_dtype`.
 
     Example:
+        >>> import numpy as np
         >>> eval_step = make_eval_step(lambda params, batch: jnp.mean(batch["x"] * params))
         >>> loss, metrics = eval_step(jnp.float32(2), {"x": np.ones(3, np.float32)})
         >>> float(loss), float(metrics["tokens"])
@@ -415,14 +291,16 @@ def make_eval_step(
         raise TypeError(f"loss_fn={loss_fn!r} can't be called")
     if compute_dtype is not None:
         one_of("compute_dtype", compute_dtype, _COMPUTE_DTYPES)
-    return _make_eval_step(_Function(loss_fn), compute_dtype, mesh)
+    return _make_eval_step(Function(loss_fn), compute_dtype, mesh)
 
 
-@functools.lru_cache(maxsize=_CACHE_SIZE)
-def _make_eval_step(loss: _Function, compute_dtype: str | None, mesh: Mesh | None) -> Step:
+@functools.lru_cache(maxsize=CACHE_SIZE)
+def _make_eval_step(loss: Function, compute_dtype: str | None, mesh: Mesh | None) -> Step:
     takes_key = _takes_key(loss.function)
 
     def eval_step(params: PyTree, batch: PyTree) -> tuple[Array, dict[str, Array]]:
+        traces.append(None)
         return _evaluate_loss(loss.function, _cast(params, compute_dtype), batch, None, takes_key)
 
-    return Step(jax.jit(eval_step), mesh)
+    traces: list[None] = []
+    return Step(jax.jit(eval_step), mesh, traces=traces)

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,10 +48,11 @@ def test_a_template_cannot_leave_the_sandbox():
     for template in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append({'role': 'x', 'content': 'y'}) }}",
-        "{{ raise_exception.__globals__ }}",
+        "{{ raise_exception.__globals__['json'] }}",
     ):
         with pytest.raises(ValueError, match="refuses"):
             render_chat(template, MESSAGES)
+    assert len(MESSAGES) == 2
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def oracle(text, stops):
 def test_stop_texts_do_not_depend_on_the_pieces(text, stops, cuts):
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     passing = StopTexts(stops)
-    given_out = [passing.push(text[a:b]) for a, b in zip(borders, borders[1:])]
+    given_out = [passing.push(text[a:b]) for a, b in itertools.pairwise(borders)]
     whole = "".join(given_out) + passing.finish()
     assert (whole, passing.found) == oracle(text, stops)
 

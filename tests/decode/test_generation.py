@@ -53,7 +53,16 @@ PROMPTS = [[5, 17, 3], [60], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15,
     [
         CONFIG,
         TransformerConfig(
-            40, 16, 2, 2, 24, norm="layer", positions="learned", mlp="gelu", max_length=40, initializer_std=0.4
+            40,
+            16,
+            2,
+            2,
+            24,
+            norm="layer",
+            positions="learned",
+            mlp="gelu",
+            max_length=40,
+            initializer_std=0.4,
         ),
     ],
     ids=["llama", "gpt2"],
@@ -114,9 +123,10 @@ def test_stop_ids_end_each_sequence_by_itself_and_are_not_counted():
         assert written.lengths[row] == length
         assert written.stopped[row] == bool(hits.size)
         assert written.tokens[row].tolist() == free[row, :length].tolist() + [0] * (12 - length)
-    assert list(stream(model, PROMPTS[0], max_new_tokens=12, stop_ids=[stop])) == free[
-        0, : written.lengths[0]
-    ].tolist()
+    assert (
+        list(stream(model, PROMPTS[0], max_new_tokens=12, stop_ids=[stop]))
+        == free[0, : written.lengths[0]].tolist()
+    )
 
 
 def test_a_first_token_that_stops_gives_an_empty_text():
@@ -155,7 +165,11 @@ def test_the_cache_grows_without_changing_the_text(monkeypatch):
 def test_a_second_prompt_of_about_the_same_length_compiles_nothing():
     """At most one trace to read the prompt and one to write, over calls that differ in every dynamic way."""
     model = make_model()
-    model.forward = chex.assert_max_traces(model.forward, n=2)
+
+    def traced(params, tokens, **kwargs):
+        return forward(params, tokens, config=CONFIG, **kwargs)
+
+    model.forward = chex.assert_max_traces(traced, n=2)
     for prompt, count, stops in (([1, 2], 5, ()), ([3] * 15, 40, (60,)), ([7] * 9, 17, (60, 59))):
         list(stream(model, prompt, max_new_tokens=count, stop_ids=stops))
 
@@ -310,7 +324,7 @@ def test_streams_check_their_arguments_at_once():
     model.tokenizer = ByteTokenizer()
     with pytest.raises(ValueError, match="empty"):
         stream_text(model, "", max_new_tokens=2)
-    with pytest.raises(ValueError, match="no prompt|at least one"):
+    with pytest.raises(ValueError, match="at least one"):
         pad_prompts([])
 
 
@@ -323,16 +337,17 @@ def test_a_prompt_may_fill_the_model_up_to_its_last_position():
 @pytest.mark.parametrize("place", ["prompt", "later"])
 def test_nan_logits_end_generation_with_the_step(place):
     model = make_model()
-    free = generate(model, [PROMPTS[0]], max_new_tokens=3).tokens[0]
-    token = PROMPTS[0][0] if place == "prompt" else int(free[1])
-    assert place == "prompt" or token not in [*PROMPTS[0], int(free[0])]
+    text = [*PROMPTS[0], *generate(model, [PROMPTS[0]], max_new_tokens=12).tokens[0].tolist()]
+    # A token that comes for the first time after some steps: reading it makes the next logits NaN.
+    read = 0 if place == "prompt" else next(i for i in range(5, len(text)) if text[i] not in text[:i])
+    token = text[read]
     table = model.params["embedding"]["table"].at[token, 0].set(jnp.nan)
     untied = {**model.params, "head": {"kernel": model.params["embedding"]["table"].T}}
     config = TransformerConfig.from_dict({**CONFIG.to_dict(), "tied_head": False})
     broken = make_model(config)
     broken.params = {**untied, "embedding": {"table": table}}
-    step = 0 if place == "prompt" else 2
+    step = 0 if place == "prompt" else read - len(PROMPTS[0]) + 1
     with pytest.raises(ValueError, match=f"sequence 0 are NaN at new token {step}"):
-        generate(broken, [PROMPTS[0]], max_new_tokens=6)
+        generate(broken, [PROMPTS[0]], max_new_tokens=20)
     with pytest.raises(ValueError, match=f"NaN at new token {step}"):
-        list(stream(broken, PROMPTS[0], max_new_tokens=6))
+        list(stream(broken, PROMPTS[0], max_new_tokens=20))

@@ -47,10 +47,9 @@ def test_a_check_that_fails_is_reported_by_the_exit_code(result, tmp_path, monke
     assert "does not hold" in (tmp_path / "result.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["scale", "muon"])
-def test_vmapped_runs_equal_runs_one_after_another(name, tokens):
-    apart = scale.Trainer(TINY, tokens, vmapped=False).grid(name)
-    together = scale.Trainer(TINY, tokens, vmapped=True).grid(name)
+def test_vmapped_runs_equal_runs_one_after_another(tokens):
+    apart = scale.Trainer(TINY, tokens, vmapped=False).grid("scale")
+    together = scale.Trainer(TINY, tokens, vmapped=True).grid("scale")
     np.testing.assert_allclose(together["loss"], apart["loss"], rtol=1e-5)
     np.testing.assert_allclose(together["curve"], apart["curve"], rtol=1e-5)
     assert apart["loss"].shape == (TINY.rates, TINY.seeds)
@@ -81,10 +80,11 @@ def test_the_noise_probe_measures_what_numpy_does(tokens):
     trainer = scale.Trainer(TINY, tokens)
     probe = scale.NoiseProbe(trainer, 1)
     params = trainer.initial(0)
-    starts = scale.batch_starts(TINY, tokens, TINY.seed + 1000, 1)[0]
-    rows = scale.windows(trainer.train, starts, TINY)
+    wide = dataclasses.replace(TINY, batch=TINY.large_batch)
+    starts = scale.batch_starts(wide, tokens, TINY.seed + 1000, 1)[0]
+    rows = scale.windows(trainer.train, starts, TINY).reshape(4, 2, -1)
     gradients = np.stack(
-        [np.asarray(jax.grad(trainer.loss)(params, row[None])["head"]["kernel"], np.float64) for row in rows]
+        [np.asarray(jax.grad(trainer.loss)(params, row)["head"]["kernel"], np.float64) for row in rows]
     )
     mean = gradients.mean(0)
     variance = np.mean((gradients - mean) ** 2)

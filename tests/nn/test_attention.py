@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from effml.nn.attention import AttentionInputs, apply_rope, dense_attention, rope_frequencies, rope_tables
+from effml.nn.attention import (
+    AttentionInputs,
+    apply_rope,
+    causal_attention,
+    dense_attention,
+    rope_frequencies,
+    rope_tables,
+)
 from effml.nn.cache import attend
 from effml.nn.transformer import RopeScaling, TransformerConfig
 
@@ -90,6 +98,49 @@ def test_dense_attention_passes_mask_scale_and_cache_on():
     assert info is None
     np.testing.assert_allclose(output, jnp.repeat(value, 2, axis=2), atol=1e-6)  # every row sees itself
     causal, _ = dense_attention(inputs._replace(mask=None))
-    np.testing.assert_array_equal(causal, attend(query, None, key, value, scale=0.3))
+    np.testing.assert_allclose(causal, attend(query, None, key, value, scale=0.3), atol=1e-6)
     sharper, _ = dense_attention(inputs._replace(mask=None, scale=3.0))
     assert float(jnp.abs(sharper - causal).max()) > 0.01
+
+
+@pytest.mark.parametrize(("length", "heads"), [(1, 2), (63, 4), (64, 2), (130, 4), (600, 2)])
+def test_blocked_causal_attention_and_its_gradient_are_those_of_the_whole_softmax(length, heads):
+    keys = jax.random.split(jax.random.key(length), 4)
+    query, cotangent = (2 * jax.random.normal(k, (2, length, heads, 8)) for k in keys[:2])
+    key, value = (jax.random.normal(k, (2, length, 2, 8)) for k in keys[2:])
+
+    def both(function):
+        def pull(query, key, value, cotangent):
+            output, back = jax.vjp(function, query, key, value)
+            return output, back(cotangent)
+
+        return jax.jit(pull)(query, key, value, cotangent)
+
+    expected = both(lambda q, k, v: attend(q, None, k, v, scale=0.6))
+    got = both(lambda q, k, v: causal_attention(q, k, v, scale=0.6))
+    chex.assert_trees_all_close(got, expected, atol=2e-5, rtol=1e-4)
+    half = both(
+        lambda q, k, v: causal_attention(*(x.astype(jnp.bfloat16) for x in (q, k, v)), scale=0.6).astype(
+            jnp.float32
+        )
+    )
+    for narrow, wide in zip(jax.tree.leaves(half), jax.tree.leaves(expected)):
+        assert float(jnp.abs(narrow - wide).max()) <= 0.03 * float(jnp.abs(wide).max())
+
+
+def test_causal_attention_can_be_batched_and_differentiated_twice():
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 70, 2, 4))
+
+    def curvature(function):
+        inner = jax.grad(lambda q, k, v: jnp.square(function(q[None], k[None], v[None])).sum())
+        return jax.jit(jax.vmap(jax.grad(lambda *x: jnp.square(inner(*x)).sum(), argnums=(0, 1, 2))))
+
+    got = curvature(lambda *x: causal_attention(*x, scale=0.6))(query, key, value)
+    expected = curvature(lambda *x: attend(x[0], None, *x[1:], scale=0.6))(query, key, value)
+    chex.assert_trees_all_close(got, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_causal_attention_of_huge_scores_is_finite():
+    rows = 1e3 * jax.random.normal(jax.random.key(0), (1, 70, 2, 4))
+    out, back = jax.vjp(lambda x: causal_attention(x, x, x, scale=1.0), rows)
+    chex.assert_tree_all_finite((out, back(out)))

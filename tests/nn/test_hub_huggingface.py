@@ -440,7 +440,7 @@ def test_files_of_others_are_never_overwritten(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "thesis.tex"]
 
 
-TEXT = "The café — 3 cats\n\tnaïve 日本 🙂"
+TEXT = "The café — 3 cats\n\tnaïve 日本 🙂" + "".join(map(chr, range(1, 0x180)))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])

@@ -23,6 +23,7 @@ from effml.nn.transformer import (
     init_params,
     next_token_loss,
     param_count,
+    plain_linear,
     stack_layers,
     sum_residual,
     unembed,
@@ -309,6 +310,41 @@ def test_stacking_and_unstacking_are_inverse_and_refuse_unlike_layers():
     params["layers"][1]["mlp"]["up"]["kernel"] = jnp.zeros((16, 25))
     with pytest.raises(ValueError, match="layer 1 differs"):
         stack_layers(params)
+
+
+def test_forward_mode_works_with_plain_products_and_a_mask():
+    params, tokens = random_params(SMALL), random_tokens(SMALL)
+    batch, mask = {"tokens": tokens}, jnp.tril(jnp.ones((1, 6, 6), bool))
+    tangent = random_params(SMALL, seed=5)
+
+    @jax.jit
+    def slope(params):
+        plain = lambda p: next_token_loss(p, batch, SMALL, linear=plain_linear, mask=mask)[0]
+        return jax.jvp(plain, (params,), (tangent,))
+
+    value, directional = slope(params)
+    gradient, _ = differentiate(params, batch, SMALL)
+    expected = sum(jax.tree.leaves(jax.tree.map(lambda g, t: (g * t).sum(), gradient, tangent)))
+    assert float(value) == pytest.approx(float(nats(params, batch, SMALL)[0]), rel=1e-5)
+    assert float(directional) == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(5, 9), (9, 5)], ids=["widening", "narrowing"])
+@pytest.mark.parametrize("lead", [(), (4,), (2, 3)], ids=str)
+def test_gradient_of_the_default_product_is_that_of_the_plain_one(sizes, lead):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (*lead, sizes[0]))
+    params = {"kernel": jax.random.normal(keys[1], sizes), "bias": jax.random.normal(keys[2], sizes[1:])}
+    cotangent = jax.random.normal(keys[3], (*lead, sizes[1]))
+    for name in ("mlp.up", "head"):
+        got, pull = jax.vjp(lambda x, p, name=name: dense_linear(x, p, name), x, params)
+        expected, plain_pull = jax.vjp(lambda x, p, name=name: plain_linear(x, p, name), x, params)
+        np.testing.assert_array_equal(got, expected)
+        chex.assert_trees_all_close(pull(cotangent), plain_pull(cotangent), atol=1e-5)
+    narrow, half = x.astype(jnp.bfloat16), cotangent.astype(jnp.bfloat16)
+    d_x, d_params = jax.vjp(lambda x, p: dense_linear(x, p, "mlp.up"), narrow, params)[1](half)
+    assert (d_x.dtype, d_params["kernel"].dtype) == (jnp.bfloat16, jnp.float32)
+    chex.assert_trees_all_close(d_params, pull(cotangent)[1], atol=0.1)
 
 
 # --- seams --------------------------------------------------------------------------------------------------

@@ -68,7 +68,10 @@ def devices(two_process_checkpoint: str, folder: str) -> dict:
         "data=2,fsdp=2,tensor=2": {},
     }.items():
         mesh = train.make_mesh(train.parse_mesh(name))
+        begin, _, _ = _trajectory(mesh, batches, 0, **options)
+        places = jax.tree.map(lambda a: a.sharding, begin)
         state, report["losses"][name], step = _trajectory(mesh, batches, 5, **options)
+        assert jax.tree.map(lambda a: a.sharding, state) == places
         report["compilations"][name] = step.compilations()
     three = train.make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     state = train.init_state(key, initial, optimizer, mesh=three)

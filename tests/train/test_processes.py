@@ -13,6 +13,7 @@ import pytest
 
 from effml.train import read_json_lines
 
+pytestmark = pytest.mark.slow
 PROGRAMS = Path(__file__).with_name("programs.py")
 
 

@@ -166,6 +166,7 @@ def test_equal_arguments_give_the_same_function_and_training_twice_compiles_once
     assert first.compilations() == 1
     assert make_step(functools.partial(_scaled, factor=3.0), optimizer, clip_norm=1.0) is not first
     assert make_step(functools.partial(_scaled, factor=2.0), optimizer) is not first
+    assert make_step(functools.partial(_scaled, factor=2), optimizer, clip_norm=1.0) is not first
     assert make_eval_step(weighted_loss) is make_eval_step(weighted_loss)
 
 

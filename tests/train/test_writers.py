@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import effml.train
-
 from effml.train import (
     JsonLinesWriter,
     Progress,

@@ -229,7 +229,7 @@ def _backend(tokenizer: Any) -> Any:
 
 
 def _byte_backend(end_id: int) -> Any:
-    """The byte tokenizer as byte-level BPE without merges: id = byte."""
+    """The byte tokenizer as byte-level BPE without merges: id = byte, and a name for the one that ends a text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     # GPT-2's printable stand-ins: bytes that print stand for themselves, the others follow from 256 on.
@@ -238,6 +238,9 @@ def _byte_backend(end_id: int) -> Any:
     characters = {byte: chr(byte) for byte in printable} | {
         byte: chr(256 + n) for n, byte in enumerate(others)
     }
+    characters[end_id] = (
+        "<|end|>"  # its stand-in is a letter, and special tokens are found in the text itself
+    )
     backend = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
