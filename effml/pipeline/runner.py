@@ -103,7 +103,7 @@ class StageResult(Protocol):
         """Adds this stage's section to the report."""
         ...
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, float | int]:
         """The few numbers that go to the top of result.json, by name."""
         ...
 
@@ -166,7 +166,7 @@ def run_pipeline(config: PipelineConfig, stages: Sequence[Stage] | None = None) 
         print(f"[{number}/{len(stages)}] {summary}", flush=True)
         outcome = stage(run)
         run.results[type(outcome)] = outcome
-    numbers: dict[str, float] = {}
+    numbers: dict[str, float | int] = {}
     for outcome in run.results.values():
         numbers |= outcome.summary()
     training = run.results.get(TrainingResult)
@@ -185,7 +185,7 @@ def run_pipeline(config: PipelineConfig, stages: Sequence[Stage] | None = None) 
     return result
 
 
-def _applicable(checks: Sequence[tuple[tuple[str, ...], Check]], numbers: dict[str, float]) -> list[Check]:
+def _applicable(checks: Sequence[tuple[tuple[str, ...], Check]], numbers: dict[str, float | int]) -> list[Check]:
     """Checks whose numbers this run has measured (the user may have left an optimizer out)."""
     return [check for needed, check in checks if all(name in numbers for name in needed)]
 

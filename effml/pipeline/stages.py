@@ -79,7 +79,7 @@ class TextResult:
         """Nothing: the text is not a measurement."""
         return []
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, float | int]:
         """How many files are on each side."""
         return {"train_files": self.train_files, "held_out_files": self.held_out_files}
 
@@ -178,7 +178,7 @@ class TrainingResult:
             for name, trained in self.models.items()
         ]
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, float | int]:
         """Held-out loss, bytes and speed, by optimizer."""
         numbers = {}
         for name, trained in self.models.items():
@@ -226,7 +226,7 @@ class EvaluationResult:
         """Nothing: the training stage's losses stand for them."""
         return []
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, float | int]:
         """Loss per byte of text, by optimizer."""
         return {f"{name}_saved_nats_per_byte": model.nats_per_byte for name, model in self.models.items()}
 
@@ -256,7 +256,7 @@ class ServeResult:
             Metric(f"{self.tokens_per_second:,.0f} tokens/s", "writing, one sequence", f"model {self.model}")
         ]
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, float | int]:
         """The decoding speed."""
         return {"serve_tokens_per_second": self.tokens_per_second}
 

@@ -153,7 +153,7 @@ class TrainedModel:
     tokenizer: Tokenizer
     folder: Path
     history: list[dict[str, Any]]
-    held_out: dict[str, float]
+    held_out: dict[str, float | int]
     signal_number: int | None
     seconds: float
     tokens_per_second: float
@@ -273,7 +273,7 @@ def train_model(
     )
 
 
-def measure(params: Any, model: TransformerConfig, batches: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def measure(params: Any, model: TransformerConfig, batches: Sequence[Mapping[str, Any]]) -> dict[str, float | int]:
     """Mean loss of a dense model over batches, weighted by tokens.
 
     Args:
@@ -295,7 +295,7 @@ def _held_out_scores(
     batches: Sequence[Mapping[str, Any]],
     tokens: Any,
     tokenizer: Tokenizer,
-) -> dict[str, float]:
+) -> dict[str, float | int]:
     scores = dict(measure(params, model, batches))
     characters = len(tokenizer.decode(tokens[1:]).encode("utf-8"))
     scores["nats_per_byte"] = scores["nats_per_token"] * scores["tokens"] / max(characters, 1)
