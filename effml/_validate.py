@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterable
 
-__all__ = ["missing_package", "one_of", "positive"]
+__all__ = ["count", "missing_package", "one_of", "positive", "seed_in_range"]
 
 
 def one_of(argument: str, value: str, allowed: Iterable[str]) -> str:
@@ -43,6 +44,43 @@ def positive(argument: str, value: int | float) -> int | float:
     """
     if not value > 0:
         raise ValueError(f"{argument}={value!r} must be above 0")
+    return value
+
+
+def count(argument: str, value: int) -> int:
+    """Returns `value` as an int if it is an integer above zero, else raises naming `argument`.
+
+    Raises:
+        TypeError: if it is no integer; 2.5 steps are neither 2 nor 3.
+        ValueError: if it is not above zero.
+
+    Example:
+        >>> count("steps", 4)
+        4
+    """
+    try:
+        whole = operator.index(value)
+    except TypeError:
+        # What is not above zero, NaN among it, is called that: the type is then the lesser fault.
+        if isinstance(value, float):
+            positive(argument, value)
+        raise TypeError(f"{argument}={value!r} must be an integer") from None
+    return int(positive(argument, whole))
+
+
+def seed_in_range(value: int) -> int:
+    """Returns `value` if it is a seed that gives random numbers of its own: JAX keeps 32 bits of a seed.
+
+    Example:
+        >>> seed_in_range(2**32)
+        Traceback (most recent call last):
+        ...
+        ValueError: seed=4294967296 must be at most 4294967295: 32 bits are used
+    """
+    if value < 0:
+        raise ValueError(f"seed={value!r} must not be negative")
+    if value >= 2**32:
+        raise ValueError(f"seed={value!r} must be at most {2**32 - 1}: 32 bits are used")
     return value
 
 

@@ -174,6 +174,8 @@ def _load_own(folder: Path, name: str, dtype: str | None) -> LoadedModel:
         raise ValueError(f"{path}: format={meta.get('format')!r} is not known (this version reads {_FORMAT})")
     if not isinstance(meta.get("config"), dict):
         raise ValueError(f"{path}: config must be an object")
+    if not isinstance(meta.get("extra") or {}, dict):
+        raise ValueError(f"{path}: extra must be an object")
     kind = one_of(f"kind in {path}", str(meta.get("kind")), KINDS)
     model = KINDS[kind](folder, meta)
     if dtype is not None and isinstance(model.config, TransformerConfig):
@@ -232,6 +234,9 @@ def _read_dense(folder: Path, meta: Mapping[str, Any]) -> LoadedModel:
         config = TransformerConfig.from_dict(meta["config"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / _META}: {error}") from None
+    template = meta.get("chat_template")
+    if not isinstance(template, str | None):
+        raise ValueError(f"{folder / _META}: chat_template must be a text or null")
     params, byte_count = read_tensors(folder)
     _check_params(str(folder / _WEIGHTS), params, config)
     return LoadedModel(
@@ -240,7 +245,7 @@ def _read_dense(folder: Path, meta: Mapping[str, Any]) -> LoadedModel:
         config=config,
         params=params,
         tokenizer=read_tokenizer(folder),
-        chat_template=meta.get("chat_template"),
+        chat_template=template,
         forward=functools.partial(forward, config=config),
         bytes_on_disk=byte_count,
         source=str(folder),
@@ -262,6 +267,11 @@ def _check_params(source: str, params: Any, config: TransformerConfig) -> None:
         _names.parameter_shapes(config, scanned=scanned),
         {name: np.shape(leaf) for name, leaf in _leaves(params).items()},
     )
+    for name, leaf in _leaves(params).items():
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ValueError(
+                f"{source}: {name} holds {jnp.result_type(leaf)}, should hold floating point numbers"
+            )
 
 
 def _leaves(params: Any) -> dict[str, Any]:

@@ -166,6 +166,7 @@ def parameter_roles(
 
     Raises:
         ValueError: `tied_head` is set but a head exists, or not exactly one embedding can be meant.
+        TypeError: a leaf is no array.
 
     Example:
         >>> import jax.numpy as jnp
@@ -176,6 +177,8 @@ def parameter_roles(
 
     def role(path: Any, leaf: Any) -> str:
         components = _components(path_name(path))
+        if not (hasattr(leaf, "dtype") and hasattr(leaf, "ndim")):
+            raise TypeError(f"parameter {path_name(path)!r} is a {type(leaf).__name__}, not an array")
         if _is_frozen(leaf):
             return "frozen"
         if _is_vector(components, leaf.ndim):

@@ -7,10 +7,11 @@ normalisation alone.
     python -m experiments.scale --preset cpu        about 8 minutes on two cores
 
 A Llama-style model (width 64, two layers) learns 1.1M tokens of the Python standard library's own source with
-ten optimizers. Each gets three learning rates, the best of which (by the mean of three seeds) counts; vectors
-are on Adam at 3e-3 everywhere; all share model, data order, warm-up and cosine schedule. The paper's Table:
-at 60M parameters and vocabulary 32k SCALE reaches 30.81 perplexity against Adam's 30.05, column normalisation
-alone 39.89.
+nine optimizers. Each gets three learning rates, the best of which (by the mean of three seeds) counts. The
+rates are 1e-3, 3e-3 and 1e-2, except for SGD with and without momentum, whose steps have the gradient's own
+size: theirs lie around their own best. Vectors are on Adam at 3e-3 everywhere; all share model, data order,
+warm-up and cosine schedule. The paper's table: at 60M parameters and vocabulary 32k SCALE reaches 30.81
+perplexity against Adam's 30.05, column normalisation alone 39.89.
 
 Row normalisation is reported and not judged: its weakness needs a large vocabulary, so the largest entry of
 its head update is measured at vocabulary 8192 too.
@@ -229,9 +230,8 @@ RECIPES: dict[str, Recipe] = {
     "adafactor": Recipe(_adafactor),
     "galore": Recipe(_galore, vmapped=False),
     "sgd momentum": Recipe(functools.partial(_sgd, 0.9), (0.03, 0.1, 0.3)),
-    "sgd": Recipe(functools.partial(_sgd, None), (0.1, 0.3, 1.0)),
+    "sgd": Recipe(functools.partial(_sgd, None), (0.3, 1.0, 3.0)),
 }
-SGD = ("sgd", "sgd momentum")
 
 
 class Tokens(NamedTuple):
@@ -295,6 +295,7 @@ class Trainer:
         self.vmapped = jax.default_backend() != "cpu" if vmapped is None else vmapped
         self.model = config.model(tokens.vocabulary)
         self.train = jnp.asarray(tokens.train)
+        self._initial = self.jit(lambda seed: transformer.init_params(jax.random.key(seed), self.model))
         self.evaluate = self.jit(
             lambda params, batches, weights: jax.lax.map(
                 lambda one: self._held_out_loss(one, batches, weights), params
@@ -308,7 +309,7 @@ class Trainer:
 
     def initial(self, seed: int) -> Any:
         """The parameters that every optimizer starts from."""
-        return transformer.init_params(jax.random.key(seed), self.model)
+        return self._initial(seed)
 
     def loss(self, params: Any, tokens: jax.Array) -> jax.Array:
         """Mean nats per token of int32[batch, length + 1]."""
@@ -345,7 +346,7 @@ class Trainer:
     def grid(self, name: str, watch: Callable[[Any], None] | None = None) -> dict[str, np.ndarray]:
         """All runs of one optimizer: `loss` [rates, seeds] and `curve` [rates, seeds, evaluations].
 
-        The curve is measured on a sixteenth of the held-out text, the final loss on all of it. `watch` is
+        The curve is measured on every sixteenth held-out batch, the final loss on all of them. `watch` is
         called at every evaluation with the parameters of the run at the second rate with the first seed.
         """
         config, recipe = self.config, RECIPES[name]
@@ -363,14 +364,14 @@ class Trainer:
         every = jax.vmap(one) if side_by_side else lambda *runs: jax.lax.map(lambda run: one(*run), runs)
         advance = self.jit(every, donate_argnums=(0, 1))
         held_out, weights = self.tokens.held_out, self.tokens.weights
-        # The first window batches come from different files than the last ones: take them evenly.
-        part = slice(0, None, min(16, len(held_out)))
+        # The first batches come from other files than the last ones, so the curve takes them evenly.
+        part = slice(0, None, 16 if len(held_out) > 16 else 1)
         curve = []
         for chunk in np.split(starts, config.evaluations, axis=1):
             params, state = advance(params, state, rates, chunk)
             curve.append(self.evaluate(params, held_out[part], weights[part]))
             if watch is not None:
-                watch(jax.tree.map(lambda leaf: leaf[watched], params))
+                watch(jax.tree.map(lambda leaf: np.array(leaf)[watched], params))
         loss = np.asarray(self.evaluate(params, held_out, weights))
         shape = (len(grid), config.seeds)
         return {"loss": np.float64(loss).reshape(shape), "curve": np.stack(curve, -1).reshape(*shape, -1)}
@@ -516,13 +517,7 @@ def _above(result: Result, other: str) -> float:
 
 SPEC = "SCALE spec, section 5"
 CHECKS = [
-    Check(
-        "SCALE's loss minus Adam's (nats)",
-        lambda r: _above(r, "adam"),
-        "<=",
-        0.03,
-        f"{SPEC} (a)",
-    ),
+    Check("SCALE's loss minus Adam's (nats)", lambda r: _above(r, "adam"), "<=", 0.03, f"{SPEC} (a)"),
     Check(
         "SCALE's loss minus column normalisation alone (nats)",
         lambda r: _above(r, "column norm only"),
@@ -531,11 +526,7 @@ CHECKS = [
         f"{SPEC} (b): the head's momentum",
     ),
     Check(
-        "SCALE's loss minus the best plain SGD (nats)",
-        lambda r: _above(r, "sgd"),
-        "<=",
-        -0.5,
-        f"{SPEC} (c)",
+        "SCALE's loss minus the best plain SGD (nats)", lambda r: _above(r, "sgd"), "<=", -0.5, f"{SPEC} (c)"
     ),
     Check(
         "bytes of parameters and state, as a share of Adam's",
@@ -566,8 +557,10 @@ def notes(result: Result) -> list[str]:
     """What was measured and is reported without a bound."""
     of = result.summary
     lines = [
-        f"The head has the noisiest gradient of all matrices, relative to its mean, at "
-        f"{of['head_noisiest_relative']:.0%} of the probes (spec (e) expected 80 % or more; a reported quantity).",
+        f"{SPEC} (e), reported and not a gate: the head's gradient is the noisiest of all matrices, relative to its "
+        f"mean, at {of['head_noisiest_relative']:.0%} of the probes (expected: 80 % or more; this "
+        f"{'holds' if of['head_noisiest_relative'] >= 0.8 else 'does not hold here'}); by its variance alone at "
+        f"{of['head_noisiest_absolute']:.0%}.",
         f"Largest entry of the head's update, in units of the rate, at the large vocabulary: "
         f"{of['row_largest_head_update']:.1f} under row normalisation, {of['column_largest_head_update']:.1f} under "
         "column normalisation of the same gradients.",
@@ -611,8 +604,9 @@ def plot(result: Result) -> Any:
     medians = {_short(row["path"]): float(np.median(row["relative"])) for row in noise}
     report.bar_chart(
         dict(sorted(medians.items(), key=lambda item: -item[1])),
-        xlabel="gradient variance / squared mean (median of probes)",
-        title="How noisy each matrix's gradient is",
+        xlabel="gradient variance / squared mean",
+        title="How noisy each matrix's gradient is (median)",
+        highlight=("head",),
         axes=axes[2],
     )
     return figure

@@ -331,3 +331,28 @@ def test_forward_of_a_loaded_model_is_jitted_once(folder):
     step(model.params, TOKENS)
     step(model.params, TOKENS + 1)
     assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chat_template": 5}, r"effml.json: chat_template must be a text"),
+        ({"extra": "x"}, r"effml.json: extra must be an object"),
+    ],
+)
+def test_descriptions_of_a_wrong_type_are_named(folder, change, message):
+    path = folder / "effml.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        models.load(folder)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int8, np.bool_])
+def test_weights_that_are_no_floating_point_numbers_are_refused(folder, dtype):
+    """A header that says I32 where F32 was meant would give text, and wrong text."""
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    name = sorted(tensors)[0]
+    tensors[name] = tensors[name].astype(dtype)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name} holds {np.dtype(dtype)}, should hold floating point"):
+        models.load(folder)

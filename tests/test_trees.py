@@ -251,3 +251,8 @@ def test_byte_count_adds_arrays_shapes_and_keys_and_skips_the_rest():
         "key": jax.random.key(0),
     }
     assert trees.byte_count(tree) == 24 + 10 + 8
+
+
+def test_a_leaf_that_is_no_array_is_named():
+    with pytest.raises(TypeError, match=r"parameter 'head\.gain' is a float, not an array"):
+        trees.parameter_roles({"head": {"gain": 1.0}})

@@ -97,12 +97,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe (`| head`) has gone: that is its right, and no error of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
+    except _expected_errors() as error:
         if os.environ.get("EFFML_TRACEBACK"):
             raise
         message = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, MemoryError):
+            message = f"not enough memory ({message}); make the batch, the length or the model smaller"
         print(f"effml {name}: {message}", file=sys.stderr)
         return 2
+
+
+def _expected_errors() -> tuple[type[Exception], ...]:
+    """What a message answers. Errors of the device, such as no memory left, have a class of JAX's own."""
+    jax = sys.modules.get("jax")  # without it there can be no such error, and importing it takes long
+    errors = (ValueError, TypeError, ImportError, OSError, OverflowError, FloatingPointError, MemoryError)
+    return errors if jax is None else (*errors, jax.errors.JaxRuntimeError)
 
 
 def _run(name: str, rest: list[str]) -> int:

@@ -59,16 +59,17 @@ class Command:
             return self._chat(model, sampling)
         assert self.prompt is not None
         print(self.prompt, end="", flush=True)
-        self._write(model, sampling, self.prompt, special_tokens=False)
+        self._write(model, sampling, self.prompt, chat=False)
         return 0
 
     def _sampling(self) -> SamplingConfig:
         from effml import decode
-        from effml._validate import one_of, positive
+        from effml._validate import one_of, positive, seed_in_range
 
         one_of("decoder", self.decoder, ("greedy", "sample"))
         one_of("cache", self.cache, ("dense",))
         positive("max_new_tokens", self.max_new_tokens)
+        seed_in_range(self.seed)
         if (self.prompt is not None) + (self.prompts is not None) != 1 and not (
             self.chat and self.prompts is None
         ):
@@ -85,14 +86,17 @@ class Command:
     def _lines(self) -> list[str] | None:
         if self.prompts is None:
             return None
-        lines = [line for line in self.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            text = self.prompts.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"prompts={str(self.prompts)!r} is not UTF-8 text ({error})") from None
+        # Not splitlines(), to which form feeds and U+2028 inside a prompt are line ends too.
+        lines = [line for line in text.split("\n") if line.strip()]
         if not lines:
             raise ValueError(f"prompts={str(self.prompts)!r} holds no prompt")
         return lines
 
-    def _write(
-        self, model: LoadedModel, sampling: SamplingConfig, prompt: str, *, special_tokens: bool
-    ) -> str:
+    def _write(self, model: LoadedModel, sampling: SamplingConfig, prompt: str, *, chat: bool) -> str:
         """Streams one answer to standard output and returns it."""
         import jax
 
@@ -106,7 +110,9 @@ class Command:
             sampling=sampling,
             key=jax.random.key(self.seed),
             stop=self.stop,
-            special_tokens=special_tokens,
+            # A rendered chat spells the tokens it needs; in a plain prompt their names are text.
+            special_tokens=chat,
+            prefix=not chat,
         ):
             print(piece, end="", flush=True)
             pieces.append(piece)
@@ -120,9 +126,9 @@ class Command:
         """Answers all prompts in one batch; one JSON object for each goes to standard output."""
         import jax
 
-        from effml import decode
+        from effml import data, decode
 
-        encoded = [model.tokenizer.encode(line, special_tokens=False) for line in lines]
+        encoded = [data.encode_prompt(model.tokenizer, line, special_tokens=False) for line in lines]
         tokens, lengths = decode.pad_prompts(encoded)
         written = decode.generate(
             model,
@@ -154,8 +160,13 @@ class Command:
                     return 0
             if message.strip():
                 messages.append({"role": "user", "content": message})
-                prompt = decode.render_chat(model.chat_template, messages)
-                answer = self._write(model, sampling, prompt, special_tokens=True)
+                prompt = decode.render_chat(
+                    model.chat_template,
+                    messages,
+                    bos_token=model.tokenizer.decode(model.tokenizer.prefix_ids),
+                    eos_token=model.tokenizer.decode([model.tokenizer.end_id]),
+                )
+                answer = self._write(model, sampling, prompt, chat=True)
                 messages.append({"role": "assistant", "content": answer})
             if self.prompt is not None and not sys.stdin.isatty():
                 return 0

@@ -1,4 +1,8 @@
-"""Train a language model on your text with a memory-lean optimizer."""
+"""Train a language model on your text with a memory-lean optimizer.
+
+A job of several processes is the same command in each of them, with EFFML_COORDINATOR=host:port (of process 0),
+EFFML_NUM_PROCESSES and EFFML_PROCESS_ID set, --mesh over all their devices, and --out in a folder they share.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,17 @@ class Command:
 
     def run(self) -> int:
         """Trains, prints the held-out loss and where the model is."""
+        import jax
+
+        from effml import train
         from effml.pipeline import train_model
 
-        trained = train_model(
-            self.config, self.out, resume=self.resume, trackers=_trackers(self.track, self.out)
-        )
+        train.initialize_distributed()
+        writes = jax.process_index() == 0
+        trackers = _trackers(self.track, self.out) if writes else []
+        trained = train_model(self.config, self.out, resume=self.resume, trackers=trackers)
+        if not writes:
+            return 0 if trained.signal_number is None else 128 + trained.signal_number
         if trained.signal_number is not None:
             print(f"stopped; go on with the same options and --resume (--out {self.out})")
             return 128 + trained.signal_number

@@ -22,6 +22,7 @@ from effml.data.tokenizers import (
     StreamDecoder,
     Tokenizer,
     check_tokens,
+    encode_prompt,
     load_tokenizer,
     train_tokenizer,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "batches",
     "check_tokens",
     "encode_corpus",
+    "encode_prompt",
     "evaluation_batches",
     "load_corpus",
     "load_tokenizer",

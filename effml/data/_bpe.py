@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
@@ -33,7 +33,7 @@ class BpeTokenizer:
         'to be 🙂'
     """
 
-    kind: ClassVar[str] = "bpe"
+    kind = "bpe"
 
     def __init__(self, tokenizer: Any, end_id: int, chat_template: str | None, stop_ids: tuple[int, ...]):
         """Use `train`, `load` or `from_tokenizer`."""
@@ -41,6 +41,7 @@ class BpeTokenizer:
         self.end_id = end_id
         self.chat_template = chat_template
         self.stop_ids = stop_ids
+        self.prefix_ids = _prefix_ids(tokenizer)
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         for name, ids in (("end_id", (end_id,)), ("stop_ids", stop_ids)):
             for number in ids:
@@ -96,7 +97,8 @@ class BpeTokenizer:
     ) -> BpeTokenizer:
         """Wraps a `tokenizers.Tokenizer`, such as one that came with a model.
 
-        Padding and truncation, which some shipped tokenizers switch on, are off in the result.
+        Padding and truncation, which some shipped tokenizers switch on, are off in the result. What its
+        post-processor puts in front of a text becomes `prefix_ids`; what it puts behind is left out.
 
         Args:
             tokenizer: a `tokenizers.Tokenizer`; it is not changed.
@@ -186,7 +188,7 @@ class BpeTokenizer:
         return plain
 
     def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " length"]:
-        """Token ids of a text. Nothing is added in front or behind.
+        """Token ids of a text. Nothing is added in front or behind (`encode_prompt` adds `prefix_ids`).
 
         Args:
             text: any Unicode text.
@@ -282,6 +284,18 @@ class BpeTokenizer:
         }
         write_text(Path(folder) / _MODEL, model)
         write_text(Path(folder) / META, json.dumps(meta, indent=1))
+
+
+def _prefix_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The ids that a tokenizer's post-processor puts in front of a text."""
+    if tokenizer.post_processor is None:
+        return ()
+    # An empty text would not tell front from back; any text with a token of its own does.
+    for probe in ("a", *tokenizer.get_vocab(with_added_tokens=False)):
+        encoding = tokenizer.encode(probe)
+        if 0 in encoding.special_tokens_mask:
+            return tuple(encoding.ids[: encoding.special_tokens_mask.index(0)])
+    return ()
 
 
 def _unknown(characters: Sequence[str]) -> None:

@@ -71,6 +71,8 @@ def read_meta(folder: str | os.PathLike[str]) -> dict[str, Any]:
         meta["kind"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+    if meta.get("format", 1) != 1:
+        raise ValueError(f"{str(path)!r} has format={meta['format']!r}; this version of effml reads 1")
     return meta
 
 

@@ -17,6 +17,7 @@ padded: they follow each other in the stream, each with an end token behind it.
 from __future__ import annotations
 
 import hashlib
+import operator
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -25,7 +26,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32, Integer
 
-from effml._validate import positive
+from effml._validate import count
 from effml.data.corpus import Corpus
 from effml.data.tokenizers import Tokenizer
 
@@ -210,7 +211,7 @@ class ResumableBatches:
         ]
         if differences:
             raise ValueError(f"the saved position is of other batches: {'; '.join(differences)}")
-        step = int(state["step"])
+        step = operator.index(state["step"])
         if not 0 <= step <= len(self._source):
             raise ValueError(f"the saved position is step {step} of {len(self._source)}")
         self._step = step
@@ -250,7 +251,7 @@ def batches(
     Raises:
         ValueError: for numbers that are not positive, too few tokens for one batch, or a process out of
             range.
-        TypeError: if the tokens are not a stream of integers.
+        TypeError: if the tokens are not a stream of integers, or a size is no integer.
 
     Example:
         >>> import numpy as np
@@ -260,14 +261,14 @@ def batches(
     """
     stream = _stream(tokens, batch_size, length)
     if epochs is not None:
-        positive("epochs", epochs)
+        count("epochs", epochs)
     if seed < 0:
         raise ValueError(f"seed={seed!r} must not be negative")
     if (process_index is None) != (process_count is None):
         raise ValueError("give process_index and process_count together, or neither")
     if process_index is None or process_count is None:
         process_index, process_count = _this_process()
-    positive("process_count", process_count)
+    count("process_count", process_count)
     if not 0 <= process_index < process_count:
         raise ValueError(f"process_index={process_index!r} must be in 0..{process_count - 1}")
     if batch_size % process_count:
@@ -325,12 +326,15 @@ def evaluation_batches(
 
 
 def _stream(tokens: Any, batch_size: int, length: int) -> np.ndarray:
-    positive("batch_size", batch_size)
-    positive("length", length)
+    count("batch_size", batch_size)
+    count("length", length)
     array = np.asarray(tokens)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TypeError(f"tokens must be one row of integers, not {array.dtype}{list(array.shape)}")
-    return array.astype(np.int32, copy=False)
+    narrow = array.astype(np.int32, copy=False)
+    if narrow is not array and not np.array_equal(narrow, array):
+        raise ValueError(f"tokens reach {array.max()}, past the int32 that token ids are kept in")
+    return narrow
 
 
 def _this_process() -> tuple[int, int]:

@@ -1,7 +1,9 @@
 """Text to token ids and back: bytes, or byte-level pairs (BPE) learned from the training text.
 
 Both are lossless: `decode(encode(text)) == text` for any Unicode text. Ids are int32, and a tokenizer knows
-the id that ends a document (`end_id`) and the ids that end a generated answer (`stop_ids`).
+the id that ends a document (`end_id`), the ids that end a generated answer (`stop_ids`) and the ids that its
+model expects in front of every text (`prefix_ids`: Llama 3 and Mistral begin with a token of their own).
+`encode` adds none of them; `encode_prompt` puts the prefix in front.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode("né")
@@ -17,7 +19,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -34,6 +36,7 @@ __all__ = [
     "StreamDecoder",
     "Tokenizer",
     "check_tokens",
+    "encode_prompt",
     "load_tokenizer",
     "train_tokenizer",
 ]
@@ -50,6 +53,7 @@ class Tokenizer(Protocol):
         vocab_size: one more than the largest id.
         end_id: the id put after every document.
         stop_ids: the ids that end a generated text.
+        prefix_ids: the ids that a model of this tokenizer expects in front of a text; mostly none.
 
     Example:
         >>> isinstance(ByteTokenizer(), Tokenizer)
@@ -76,6 +80,11 @@ class Tokenizer(Protocol):
         """The ids that end a generated text."""
         ...
 
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The ids in front of a text; `encode` leaves them out."""
+        ...
+
     def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " length"]:
         """Token ids of a text."""
         ...
@@ -98,11 +107,13 @@ class ByteTokenizer:
         (256, 0)
     """
 
-    kind: ClassVar[str] = "byte"
-    vocab_size: ClassVar[int] = 256
-    end_id: ClassVar[int] = 0
-    stop_ids: ClassVar[tuple[int, ...]] = (0,)
-    chat_template: ClassVar[str | None] = None
+    # Without annotations these are no fields of the dataclass: all byte tokenizers are equal.
+    kind = "byte"
+    vocab_size = 256
+    end_id = 0
+    stop_ids = (0,)
+    prefix_ids = ()
+    chat_template = None
 
     def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " length"]:
         """The bytes of a text.
@@ -226,6 +237,34 @@ class StreamDecoder:
         self._context = [*(self._context if not text else []), *self._pending]
         self._pending = []
         return text
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, text: str, *, special_tokens: bool = True
+) -> Int32[np.ndarray, " length"]:
+    """Token ids of a text that a model is to go on from: the tokenizer's `prefix_ids`, then those of the text.
+
+    A text that spells the prefix itself, as a rendered chat does, does not get it twice.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        text: the prompt.
+        special_tokens: whether names of special tokens in `text` are read as those tokens.
+
+    Returns:
+        int32 ids.
+
+    Raises:
+        ValueError: as `tokenizer.encode` does.
+
+    Example:
+        >>> encode_prompt(ByteTokenizer(), "ab").tolist()
+        [97, 98]
+    """
+    prefix = np.asarray(tokenizer.prefix_ids, np.int32)
+    ids = tokenizer.encode(text, special_tokens=special_tokens)
+    begun = special_tokens and np.array_equal(ids[: len(prefix)], prefix)
+    return ids if begun else np.concatenate([prefix, ids])
 
 
 def train_tokenizer(name: str, corpus: Corpus, vocab_size: int = 4096) -> ByteTokenizer | BpeTokenizer:

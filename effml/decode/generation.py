@@ -197,6 +197,7 @@ def stream_text(
     stop: Sequence[str] = (),
     stop_ids: Iterable[int] | None = None,
     special_tokens: bool = True,
+    prefix: bool = True,
     chunk: int = 16,
     cache_init: Callable[..., Any] | None = None,
     append: Callable[..., Any] | None = None,
@@ -213,6 +214,8 @@ def stream_text(
         stop: texts that end the answer; neither they nor what follows is given out.
         stop_ids: ids that end it; None means the tokenizer's own.
         special_tokens: whether names of special tokens in `prompt` are read as those tokens.
+        prefix: whether the tokenizer's `prefix_ids` go in front; False for a rendered chat, whose template
+            writes what the model expects.
         chunk: tokens computed between two looks by the host.
         cache_init: as for `generate`.
         append: as for `generate`.
@@ -238,14 +241,18 @@ def stream_text(
         >>> sum(count for _, count in stream_text(model, "def ", max_new_tokens=5, stop_ids=()))
         5
     """
-    from effml.data import StreamDecoder
+    from effml.data import StreamDecoder, encode_prompt
 
     positive("chunk", chunk)
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: use `stream` with token ids")
     stops = StopTexts(stop)
-    tokens = _ids("prompt", tokenizer.encode(prompt, special_tokens=special_tokens))[None]
+    if prefix:
+        prompt_ids = encode_prompt(tokenizer, prompt, special_tokens=special_tokens)
+    else:
+        prompt_ids = tokenizer.encode(prompt, special_tokens=special_tokens)
+    tokens = _ids("prompt", prompt_ids)[None]
     sizes = np.array([tokens.shape[1]], np.int32)
     ids = tokenizer.stop_ids if stop_ids is None else stop_ids
     run = _Run(model, tokens, sizes, max_new_tokens, sampling, key, ids, cache_init, append, attention)

@@ -276,8 +276,8 @@ def forward_cached(
         The output and the cache with the rows in it.
 
     Raises:
-        ValueError: as `forward` does, and if the new rows do not fit (outside `jax.jit`; inside, surplus rows
-            are dropped).
+        ValueError: as `forward` does, and if the new rows do not fit (with unrolled layers outside `jax.jit`;
+            else surplus rows are dropped).
 
     Example:
         >>> config = TransformerConfig(vocab_size=256, width=32, num_layers=2, num_heads=4, mlp_width=64)

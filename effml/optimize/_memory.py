@@ -42,6 +42,7 @@ def memory_report(
 
     Raises:
         ValueError: `params` holds no arrays.
+        TypeError: `optimizer` is not an optax transformation.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -49,6 +50,11 @@ def memory_report(
         >>> report["param_bytes"], report["state_bytes"]
         (128, 128)
     """
+    if not callable(getattr(optimizer, "init", None)):
+        raise TypeError(
+            f"optimizer={type(optimizer).__name__} is not an optax.GradientTransformation; "
+            "pass the object itself, such as optax.adamw(1e-3)"
+        )
     shapes = jax.eval_shape(lambda tree: tree, params)
     leaves = jax.tree_util.tree_flatten_with_path(shapes)[0]
     if not leaves:

@@ -34,6 +34,7 @@ Things to know:
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -271,8 +272,11 @@ def scale(
     for name, value in (("adam_b1", adam_b1), ("adam_b2", adam_b2)):
         if isinstance(value, (int, float)) and not 0 <= value < 1:
             raise ValueError(f"{name}={value!r} must be in [0, 1)")
-    if isinstance(weight_decay, (int, float)) and weight_decay < 0:
-        raise ValueError(f"weight_decay={weight_decay!r} must not be negative")
+    if isinstance(weight_decay, (int, float)) and not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay={weight_decay!r} must not be negative, and must be finite")
+    for name, value in (("learning_rate", learning_rate), ("adam_learning_rate", adam_learning_rate)):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name}={value!r} must be finite")
     if callable(learning_rate) and adam_learning_rate is not None and not callable(adam_learning_rate):
         raise ValueError(
             f"adam_learning_rate={adam_learning_rate!r} is constant while learning_rate is a schedule; "

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from effml._validate import positive
 
 if TYPE_CHECKING:
@@ -51,14 +53,14 @@ def evaluate_model(
 ) -> Evaluation:
     """Scores a loaded model of any kind on one side of a corpus.
 
-    The text is cut into windows of `length` tokens that are read independently; every token but the first
-    is predicted exactly once.
+    The text is cut into windows of `length` tokens that are read independently, each behind the tokenizer's
+    `prefix_ids`, where it has any; every token of the text but the first is predicted exactly once.
 
     Args:
         loaded: from `effml.models.load`; its own forward pass is used.
         corpus: the text.
         split: "held_out" or "train".
-        length: tokens in a window; at most the model's own maximum.
+        length: tokens in a window; with the prefix at most the model's own maximum.
         batch_size: windows at a time.
         max_tokens: how many tokens to score; None for all.
 
@@ -78,7 +80,8 @@ def evaluate_model(
         positive("max_tokens", max_tokens)
     if loaded.tokenizer is None:
         raise ValueError(f"model {loaded.name!r} has no tokenizer, so text can't be scored with it")
-    length = min(length, loaded.config.max_length)
+    prefix = np.asarray(loaded.tokenizer.prefix_ids, np.int32)
+    length = min(length, loaded.config.max_length - len(prefix))
     tokens = data.encode_corpus(corpus, split, loaded.tokenizer)
     if max_tokens is not None:
         tokens = tokens[: max_tokens + 1]
@@ -86,7 +89,9 @@ def evaluate_model(
 
     @jax.jit
     def score(params, batch):
-        logits = loaded.forward(params, batch["tokens"][:, :-1]).logits
+        begin = jax.numpy.broadcast_to(prefix, (batch["tokens"].shape[0], len(prefix)))
+        read = jax.numpy.concatenate([begin, batch["tokens"][:, :-1]], axis=1)
+        logits = loaded.forward(params, read).logits[:, len(prefix) :]
         targets = jax.numpy.take_along_axis(logits, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
         losses = jax.nn.logsumexp(logits, axis=-1) - targets
         weights = batch["weights"]

@@ -185,7 +185,9 @@ def run_pipeline(config: PipelineConfig, stages: Sequence[Stage] | None = None) 
     return result
 
 
-def _applicable(checks: Sequence[tuple[tuple[str, ...], Check]], numbers: dict[str, float | int]) -> list[Check]:
+def _applicable(
+    checks: Sequence[tuple[tuple[str, ...], Check]], numbers: dict[str, float | int]
+) -> list[Check]:
     """Checks whose numbers this run has measured (the user may have left an optimizer out)."""
     return [check for needed, check in checks if all(name in numbers for name in needed)]
 

@@ -132,9 +132,7 @@ class TrainingResult:
             "Each learning rate is the best of the same three (1e-3, 3e-3, 1e-2), found by "
             "benchmarks/pipeline_rates.py."
         )
-        page.add_table(
-            self.rows(), best={"held-out loss (nats/token)": "min", "state (MB)": "min"}
-        )
+        page.add_table(self.rows(), best={"held-out loss (nats/token)": "min", "state (MB)": "min"})
         held_out = {
             name: (curve["held_out_step"], curve["held_out"])
             for name, curve in self.curves().items()
@@ -309,13 +307,13 @@ def serve_best(run: PipelineRun) -> ServeResult:
     """Letting the best model write."""
     import jax
 
-    from effml import decode
+    from effml import data, decode
     from effml import models as model_folders
 
     evaluated = run.result(EvaluationResult)
     loaded = model_folders.load(str(evaluated.folders[evaluated.best]))
     assert loaded.tokenizer is not None
-    prompt = np.asarray(loaded.tokenizer.encode(run.config.prompt), np.int32)[None]
+    prompt = data.encode_prompt(loaded.tokenizer, run.config.prompt)[None]
     ways = {
         "greedy": decode.SamplingConfig(),
         "sampled at temperature 0.8, top-p 0.95": decode.SamplingConfig(temperature=0.8, top_p=0.95),

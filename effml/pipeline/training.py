@@ -6,19 +6,23 @@ writes a model folder that `effml.models.load` reads.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import math
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effml._validate import one_of, positive
+from effml._validate import one_of, positive, seed_in_range
 
 if TYPE_CHECKING:
     import optax
+    from jax.sharding import Mesh
 
     from effml.data import Corpus, Tokenizer
     from effml.nn.transformer import TransformerConfig
@@ -99,6 +103,11 @@ class TrainConfig:
         for name in ("evaluate_every", "checkpoint_every", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must not be negative (0 turns it off)")
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be finite")
+        if self.learning_rate is not None and not math.isfinite(self.learning_rate):
+            raise ValueError(f"learning_rate={self.learning_rate!r} must be finite")
+        seed_in_range(self.seed)
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"batch_size={self.batch_size} does not split into accumulate={self.accumulate} parts"
@@ -120,7 +129,7 @@ class TrainConfig:
             num_layers=self.num_layers,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            mlp_width=self.mlp_width or -(-self.width * 8 // 24) * 8,
+            mlp_width=-(-self.width * 8 // 24) * 8 if self.mlp_width is None else self.mlp_width,
             max_length=max(2048, self.length),
             tied_head=self.tied_head,
             compute_dtype=self.compute_dtype,  # pyright: ignore[reportArgumentType]
@@ -192,7 +201,8 @@ def train_model(
     """Trains a model and leaves it in `folder`.
 
     Writes `train.json` (the configuration), `metrics.jsonl` (one object per logged step), `checkpoints/` and, at the
-    end, `model/`, which `effml.models.load` reads.
+    end, `model/`, which `effml.models.load` reads. In a job of several processes (`effml.train.initialize_distributed`)
+    every process calls this with the same arguments and a folder that all of them see; the first one writes.
 
     Args:
         config: what to train.
@@ -205,16 +215,33 @@ def train_model(
         The trained model with its history, its held-out loss and its cost.
 
     Raises:
-        ValueError: for unusable text, a folder that already holds a run (without `resume`), a checkpoint of another
-            model, or a mesh that does not fit the devices.
+        ValueError: for unusable text, a folder that already holds a run (without `resume`) or in which one is going
+            on, a checkpoint of another model, a mesh that does not fit the devices, or several processes without a mesh.
         effml.train.NonFiniteLoss: when the loss is no longer a number; the last good checkpoint stays.
     """
+    with contextlib.ExitStack() as stack:
+        return _train_model(config, Path(folder), resume, corpus, trackers, stack)
+
+
+def _train_model(
+    config: TrainConfig,
+    folder: Path,
+    resume: bool,
+    corpus: Corpus | None,
+    trackers: Sequence[Any],
+    stack: contextlib.ExitStack,
+) -> TrainedModel:
     import jax
 
     from effml import data, models, train, trees
     from effml.nn.transformer import init_params
 
-    folder = Path(folder)
+    first_process = jax.process_index() == 0
+    if jax.process_count() > 1 and not config.mesh:
+        raise ValueError(
+            f"mesh is empty, but the job has {jax.process_count()} processes; "
+            f"give a mesh over all their devices, such as data={jax.device_count()}"
+        )
     _refuse_other_run(folder, config, resume)
     corpus = corpus or data.load_corpus(config.data, max_bytes=config.max_bytes)
     tokenizer = data.train_tokenizer(config.tokenizer, corpus, config.vocab_size)
@@ -231,10 +258,14 @@ def train_model(
     )
     initial = functools.partial(init_params, config=model, scanned=False)
     state = train.init_state(jax.random.key(config.seed), initial, optimizer, mesh=mesh)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "train.json", dataclasses.asdict(config))
+    train.sync_processes("the folder is looked at")
+    if first_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(_held(folder))
+        _refuse_other_run(folder, config, resume)  # again: a run that began meanwhile may have left something
+        _write_json(folder / "train.json", dataclasses.asdict(config))
 
-    evaluation = data.evaluation_batches(held_out, batch_size=_EVALUATION_BATCH, length=config.length)
+    evaluation = _evaluation_batches(held_out, config.length, mesh)
     parameter_bytes, optimizer_bytes = trees.byte_count(state.params), trees.byte_count(state.optimizer_state)
     about = {"model": model.to_dict(), "optimizer": config.optimizer, "data": corpus.fingerprint}
     started = time.perf_counter()
@@ -244,19 +275,24 @@ def train_model(
             state,
             batches,
             steps=config.steps,
-            evaluate=lambda params: measure(params, model, evaluation),
+            evaluate=lambda params: measure(params, model, evaluation, mesh),
             evaluate_every=config.evaluate_every,
             checkpoints=checkpoints,
             checkpoint_every=config.checkpoint_every,
             resume=resume,
             writers=[train.JsonLinesWriter(folder / "metrics.jsonl"), *trackers],
-            on_progress=train.Progress(config.steps, label=config.optimizer),
+            on_progress=train.Progress(config.steps, label=config.optimizer) if first_process else None,
         )
     seconds = time.perf_counter() - started
     params = result.state.params
-    scores = _held_out_scores(params, model, evaluation, held_out, tokenizer)
-    if result.stopped == "finished":
+    scores = dict(measure(params, model, evaluation, mesh))
+    text_bytes = len(tokenizer.decode(held_out[1:]).encode("utf-8"))
+    scores["nats_per_byte"] = scores["nats_per_token"] * scores["tokens"] / max(text_bytes, 1)
+    if jax.process_count() > 1:
+        params = train.to_host(params)
+    if result.stopped == "finished" and first_process:
         models.save(folder / "model", params, model, tokenizer)
+    train.sync_processes("the model is written")
     return TrainedModel(
         config=config,
         model=model,
@@ -273,33 +309,61 @@ def train_model(
     )
 
 
-def measure(params: Any, model: TransformerConfig, batches: Sequence[Mapping[str, Any]]) -> dict[str, float | int]:
+def _evaluation_batches(tokens: Any, length: int, mesh: Mesh | None) -> list[dict[str, Any]]:
+    """Batches of the held-out text, of which each process keeps the rows that its devices compute."""
+    import jax
+
+    from effml import data
+
+    parts = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    rows = -(-_EVALUATION_BATCH // parts) * parts
+    share = rows // jax.process_count()
+    own = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+    batches = data.evaluation_batches(tokens, batch_size=rows, length=length)
+    return [{name: value[own] for name, value in batch.items()} for batch in batches]
+
+
+def measure(
+    params: Any, model: TransformerConfig, batches: Sequence[Mapping[str, Any]], mesh: Mesh | None = None
+) -> dict[str, float | int]:
     """Mean loss of a dense model over batches, weighted by tokens.
 
     Args:
         params: parameters of `effml.nn.transformer`.
         model: their configuration.
-        batches: dicts with `tokens` int32[batch, length + 1] and `weights` float32[batch, length].
+        batches: dicts with `tokens` int32[batch, length + 1] and `weights` float32[batch, length]; with several
+            processes the rows of this one.
+        mesh: the mesh that the parameters are on; None is one device.
 
     Returns:
         `nats_per_token`, `perplexity` and `tokens`.
     """
     from effml import train
 
-    return train.evaluate(train.make_eval_step(_loss(model)), params, batches)
+    return train.evaluate(train.make_eval_step(_loss(model), mesh=mesh), params, batches)
 
 
-def _held_out_scores(
-    params: Any,
-    model: TransformerConfig,
-    batches: Sequence[Mapping[str, Any]],
-    tokens: Any,
-    tokenizer: Tokenizer,
-) -> dict[str, float | int]:
-    scores = dict(measure(params, model, batches))
-    characters = len(tokenizer.decode(tokens[1:]).encode("utf-8"))
-    scores["nats_per_byte"] = scores["nats_per_token"] * scores["tokens"] / max(characters, 1)
-    return scores
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keeps a folder for one run at a time. The hold ends with the process, however that ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such locks
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"out={str(folder)!r} is in use: another run is going on in it; wait for its end, or give another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 def _refuse_other_run(folder: Path, config: TrainConfig, resume: bool) -> None:
@@ -307,6 +371,12 @@ def _refuse_other_run(folder: Path, config: TrainConfig, resume: bool) -> None:
     if not path.exists():
         if resume:
             raise ValueError(f"out={str(folder)!r} holds no run to resume (there is no train.json)")
+        foreign = [name for name in ("checkpoints", "metrics.jsonl", "model") if (folder / name).exists()]
+        if foreign:
+            raise ValueError(
+                f"out={str(folder)!r} holds {', '.join(foreign)} of something else (there is no train.json); "
+                "give another folder"
+            )
         return
     if not resume:
         raise ValueError(
@@ -316,6 +386,8 @@ def _refuse_other_run(folder: Path, config: TrainConfig, resume: bool) -> None:
         before = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); give another folder") from error
+    if not isinstance(before, dict):
+        raise ValueError(f"{path} is not the description of a run; give another folder")
     now = json.loads(json.dumps(dataclasses.asdict(config)))
     changed = sorted(name for name in now if before.get(name) != now[name])
     if changed:

@@ -26,9 +26,9 @@ def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
         >>> sorted(versions(("numpy", "no-such-package")))
         ['effml', 'numpy', 'python']
     """
-    import effml
+    from effml import __version__
 
-    found = {"effml": effml.__version__, "python": platform.python_version()}
+    found = {"effml": __version__, "python": platform.python_version()}
     for package in packages:
         try:
             found[package] = metadata.version(package)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ __all__ = [
 _LINES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1, 1.2)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _MOST_DIRECT_LABELS = 6
+_BACKGROUND = "#B4BAC1"  # bars that are there for comparison
 
 
 def panels(
@@ -217,6 +218,7 @@ def bar_chart(
     xlabel: str,
     title: str = "",
     reference: tuple[str, float | int] | None = None,
+    highlight: Collection[str] = (),
     axes: Axes | None = None,
 ) -> Figure:
     """Horizontal bars from zero, each with its number; the first is on top.
@@ -226,6 +228,7 @@ def bar_chart(
         xlabel: what the length means, with its unit.
         title: written above, in bold.
         reference: name and place of a dashed line to compare with.
+        highlight: names of the bars that stand out; the others are then grey. Empty = a colour for each bar.
         axes: draw into these, instead of into a new figure.
 
     Returns:
@@ -255,8 +258,11 @@ def bar_chart(
     lengths = [value if math.isfinite(value) else 0.0 for value, _ in pairs]
     with matplotlib.rc_context(style()):
         figure, axes = _canvas(axes, height=1.3 + 0.42 * len(values))
-        for index, (length, (_, spread)) in enumerate(zip(lengths, pairs)):
-            axes.barh(index, length, height=0.62, color=PALETTE[index % len(PALETTE)])
+        for index, (name, length, (_, spread)) in enumerate(zip(values, lengths, pairs)):
+            color = PALETTE[index % len(PALETTE)]
+            if highlight:
+                color = PALETTE[0] if name in highlight else _BACKGROUND
+            axes.barh(index, length, height=0.62, color=color)
             if spread and math.isfinite(spread):
                 axes.errorbar(length, index, xerr=spread, color="#1C1F23", elinewidth=1.2, capsize=3)
             end = max(0.0, length + (spread if math.isfinite(spread) else 0.0))

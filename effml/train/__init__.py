@@ -36,7 +36,9 @@ from effml.train.sharding import (
     parse_mesh,
     shard_tree,
     state_specs,
+    sync_processes,
     to_global,
+    to_host,
 )
 from effml.train.step import Step, UpdateContext, make_eval_step, make_step
 from effml.train.writers import (
@@ -75,5 +77,7 @@ __all__ = [
     "schedule",
     "shard_tree",
     "state_specs",
+    "sync_processes",
     "to_global",
+    "to_host",
 ]

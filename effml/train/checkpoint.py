@@ -23,12 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree, UInt32
 
-from effml._validate import positive
+from effml._validate import count
 from effml.train._state import TrainState
+from effml.train.sharding import sync_processes
 
 __all__ = ["Checkpoints"]
 
 _FORMAT = 1
+_ABOUT = {"format": int, "metadata": dict, "arrays": dict, "fingerprints": dict, "data": list}
 
 
 class Checkpoints:
@@ -60,7 +62,7 @@ class Checkpoints:
         self, folder: str | os.PathLike[str], keep: int = 3, metadata: Mapping[str, Any] | None = None
     ):
         self.folder = Path(folder).absolute()
-        self.keep = int(positive("keep", keep))
+        self.keep = count("keep", keep)
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"the checkpoint folder {self.folder} is a file")
         try:
@@ -103,7 +105,7 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self.keep, create=False, enable_async_checkpointing=False
             )
-            _barrier("effml_checkpoint_folder")
+            sync_processes("effml_checkpoint_folder")
             self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "about"))
         return self._manager
 
@@ -142,11 +144,19 @@ class Checkpoints:
             "fingerprints": _fingerprints(state),
             "data": _gather(_encode_data(data_state)),
         }
-        self._open().save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about)),
-            force=True,
-        )
+        manager = self._open()
+        try:
+            manager.save(
+                step,
+                args=ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about)),
+                force=True,
+            )
+        except Exception as error:  # what Orbax raises for a full disk depends on where the disk became full
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            raise OSError(
+                f"the checkpoint of step {step} could not be written to {self.folder} ({reason}); is the disk "
+                f"full, or another run in this folder? Whole checkpoints there: {self.steps() or 'none'}"
+            ) from error
 
     def restore(
         self, example: TrainState, *, step: int | None = None, require_data: bool = True
@@ -181,7 +191,10 @@ class Checkpoints:
         self._compare_arrays(about["arrays"], _describe(example), step)
         data = about["data"]
         if len(data) == jax.process_count():
-            data_state = _decode_data(data[jax.process_index()])
+            try:
+                data_state = _decode_data(data[jax.process_index()])
+            except (ValueError, TypeError, KeyError) as error:
+                raise self._damaged(step, "its position in the data can't be read") from error
         elif require_data:
             raise ValueError(
                 f"checkpoint {self._path(step)} was written by {len(data)} processes and this job has "
@@ -201,8 +214,8 @@ class Checkpoints:
         except Exception as error:
             raise self._damaged(step, f"{type(error).__name__} while reading its arrays") from error
         wanted, found = about["fingerprints"], _fingerprints(state)
-        for name in wanted:
-            if wanted[name] != found.get(name):
+        for name in found:
+            if found[name] != wanted.get(name):
                 raise self._damaged(step, f"the values of {name} are not those that were saved")
         return state, data_state
 
@@ -217,7 +230,7 @@ class Checkpoints:
     def _read_about(self, step: int) -> dict[str, Any]:
         try:
             about = json.loads((self._path(step) / "about" / "metadata").read_text(encoding="utf-8"))
-            missing = {"format", "metadata", "arrays", "fingerprints", "data"} - set(about)
+            missing = set(_ABOUT) - set(about)
         except (OSError, ValueError, TypeError) as error:
             raise self._damaged(step, "its description can't be read") from error
         if missing:
@@ -227,6 +240,11 @@ class Checkpoints:
                 f"checkpoint {self._path(step)} has format {about['format']}; "
                 f"this version of effml reads {_FORMAT}"
             )
+        wrong = [name for name, kind in _ABOUT.items() if not isinstance(about[name], kind)]
+        if not wrong and not all(isinstance(a, list) and len(a) == 2 for a in about["arrays"].values()):
+            wrong = ["arrays"]
+        if wrong:
+            raise self._damaged(step, f"its description has a wrong type for {', '.join(wrong)}")
         return about
 
     def _compare(self, about: dict[str, Any], step: int) -> None:
@@ -343,10 +361,3 @@ def _gather(text: str) -> list[str]:
     padded[: raw.size] = raw
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes)]
-
-
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from effml._validate import positive
+from effml._validate import count
 from effml.train._state import TrainState
 from effml.train.checkpoint import Checkpoints
 from effml.train.progress import ProgressUpdate
@@ -265,8 +265,8 @@ def fit(
         >>> result.stopped, len(result.history), round(float(result.state.params), 2)
         ('finished', 20, 0.99)
     """
-    positive("steps", steps)
-    positive("log_every", log_every)
+    count("steps", steps)
+    count("log_every", log_every)
     for name, value in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
         if value < 0:
             raise ValueError(f"{name}={value} must not be negative (0 turns it off)")

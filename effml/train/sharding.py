@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from effml._validate import one_of
+from effml._validate import count, one_of
 
 __all__ = [
     "AXES",
@@ -33,7 +33,9 @@ __all__ = [
     "parse_mesh",
     "shard_tree",
     "state_specs",
+    "sync_processes",
     "to_global",
+    "to_host",
 ]
 
 AXES = ("data", "fsdp", "tensor")
@@ -84,6 +86,7 @@ def _check_axes(axes: Mapping[str, int]) -> None:
         one_of("mesh axis", name, AXES)
         if size < 1:
             raise ValueError(f"mesh axis {name}={size} must be at least 1")
+        count(f"mesh axis {name}", size)
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
@@ -339,3 +342,39 @@ def to_global(batch: PyTree, mesh: Mesh) -> PyTree:
         return jax.make_array_from_process_local_data(sharding, leaf)
 
     return jax.tree.map(place, batch)
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """The whole of every array as NumPy, on every process; all processes must call it.
+
+    Args:
+        tree: arrays, spread over the devices of one or many processes.
+
+    Returns:
+        The same tree of NumPy arrays.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> to_host({"w": jnp.ones(2)})
+        {'w': array([1., 1.], dtype=float32)}
+    """
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def sync_processes(name: str) -> None:
+    """Waits until every process of the job has come here; with one process nothing happens.
+
+    Args:
+        name: what is waited for; the same in every process.
+
+    Example:
+        >>> sync_processes("the folder is made")
+    """
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)

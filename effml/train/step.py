@@ -25,7 +25,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from effml._validate import one_of, positive
+from effml._validate import count, one_of, positive
 from effml.train import sharding
 from effml.train._state import CACHE_SIZE, Function, TrainState, check_optimizer, constrain
 
@@ -173,7 +173,7 @@ def make_step(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn={loss_fn!r} can't be called")
     check_optimizer(optimizer)
-    positive("accumulate", accumulate)
+    count("accumulate", accumulate)
     if clip_norm is not None:
         positive("clip_norm", clip_norm)
     if compute_dtype is not None:

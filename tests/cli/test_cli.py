@@ -121,6 +121,49 @@ def test_stop_text_ends_the_answer(model, capsys):
     assert stopped == answer[: answer.index(stop)]
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A model whose texts begin with a token of its own, as those of Llama 3 and Mistral do."""
+    import jax
+    from tokenizers import processors
+
+    from effml import data, models
+    from effml.nn.transformer import TransformerConfig, init_params
+
+    backend = data.BpeTokenizer.train(["hello to everyone"] * 9, 265).tokenizer
+    backend.add_special_tokens(["<s>"])
+    begin = ("<s>", backend.token_to_id("<s>"))
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[begin])
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    tokenizer = data.BpeTokenizer.from_tokenizer(backend, 0, template)
+    config = TransformerConfig(tokenizer.vocab_size, 16, 1, 2, 24, initializer_std=0.5)
+    folder = tmp_path_factory.mktemp("begun") / "model"
+    models.save(folder, init_params(jax.random.key(0), config), config, tokenizer)
+    return str(folder)
+
+
+def test_prompts_get_the_models_first_token_and_chats_only_from_their_template(begun, tmp_path, capsys):
+    from effml import decode, models
+
+    loaded = models.load(begun)
+    (begin,) = loaded.tokenizer.prefix_ids
+    plain = loaded.tokenizer.encode("hello").tolist()
+
+    def written(ids):
+        new = decode.generate(loaded, [ids], max_new_tokens=8, stop_ids=loaded.tokenizer.stop_ids)
+        return loaded.tokenizer.decode(new.tokens[0][: new.lengths[0]])
+
+    assert written([begin, *plain]) != written(plain)
+    options = ["--max-new-tokens", "8"]
+    assert main(["generate", begun, "--prompt", "hello", *options]) == 0
+    assert capsys.readouterr().out == "hello" + written([begin, *plain]) + "\n"
+    (tmp_path / "prompts.txt").write_text("hello\n")
+    assert main(["generate", begun, "--prompts", str(tmp_path / "prompts.txt"), *options]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == written([begin, *plain])
+    assert main(["generate", begun, "--chat", "--prompt", "hello", *options]) == 0
+    assert capsys.readouterr().out == written([begin, *plain, 0]) + "\n"
+
+
 def test_chat_needs_a_template(model, capsys):
     assert "chat template" in fails(["generate", model, "--chat", "--prompt", "hello"], capsys)
 
@@ -218,3 +261,31 @@ def test_interrupt_finishes_the_step_and_resumes(text, tmp_path):
     assert process.returncode == 130, err
     assert "--resume" in out
     assert any((tmp_path / "run/checkpoints").iterdir())
+
+
+def test_a_prompts_file_is_read_as_lines_of_utf8(model, tmp_path, capsys):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufefffile\r\na\u2028b\x0cc\n".encode())
+    assert main(["generate", model, "--prompts", str(path), "--max-new-tokens", "2"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.split("\n") if line]
+    assert [row["prompt"] for row in rows] == ["file", "a\u2028b\x0cc"]
+    path.write_bytes(b"caf\xe9\n")
+    assert "prompts.txt' is not UTF-8" in fails(["generate", model, "--prompts", str(path)], capsys)
+
+
+def test_numbers_too_large_for_the_machine_are_one_line(model, text, tmp_path, capsys):
+    assert "32 bits" in fails(["generate", model, "--prompt", "a", "--seed", str(2**70)], capsys)
+    evaluate = ["evaluate", model, "--data", text, "--out", str(tmp_path), "--batch-size", str(10**13)]
+    assert "not enough memory" in fails(evaluate, capsys)
+
+
+def test_an_error_of_the_device_is_one_line(model, capsys, monkeypatch):
+    import jax
+
+    from effml import models
+
+    def load(name):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")
+
+    monkeypatch.setattr(models, "load", load)
+    assert "Out of memory" in fails(["generate", model, "--prompt", "a"], capsys)

@@ -157,30 +157,70 @@ def test_linen_dict_nnx_state_and_plain_dict_give_the_same_steps(case):
     assert_close(nnx.to_pure_dict(trajectory(case, case.make(0.1), state)[0]), expected)
 
 
-@each_case
-def test_masked_and_partitioned_it_moves_its_own_leaves_as_if_they_were_alone(case):
+# Leaves of two roles are kept, and a leaf of another shape and role lies before each of them.
+OURS = {
+    "embedding": {"table": False},
+    "head": {"kernel": True},
+    "hidden": {"bias": True, "kernel": False},
+}
+
+
+def check_masked_and_partitioned(case):
+    """The leaves of `OURS` move as if they were alone, under `optax.masked` and `optax.partition`."""
     params = initial_params()
-    mask = {"embedding": False, "hidden": False, "head": True}
-    mask = jax.tree.map(lambda keep, sub: jax.tree.map(lambda _: keep, sub), mask, params)
-    alone = {"head": params["head"]}
-    expected = trajectory(case, case.make(0.05), alone)[0]["head"]
+    alone = {"head": params["head"], "hidden": {"bias": params["hidden"]["bias"]}}
+    expected = trajectory(case, case.make(0.05), alone)[0]
 
-    masked = optax.masked(case.make(0.05), mask, mask_compatible_extra_args=True)
-    after = trajectory(
-        case,
-        optax.chain(masked, optax.masked(optax.set_to_zero(), jax.tree.map(lambda m: not m, mask))),
-        params,
-    )[0]
-    assert_close(after["head"], expected)
-    assert_equal(
-        {k: after[k] for k in ("embedding", "hidden")}, {k: params[k] for k in ("embedding", "hidden")}
-    )
+    def own(tree):
+        return {"head": tree["head"], "hidden": {"bias": tree["hidden"]["bias"]}}
 
-    labels = jax.tree.map(lambda keep: "ours" if keep else "other", mask)
+    others = jax.tree.map(lambda ours: not ours, OURS)
+    masked = optax.masked(case.make(0.05), OURS, mask_compatible_extra_args=True)
+    after = trajectory(case, optax.chain(masked, optax.masked(optax.set_to_zero(), others)), params)[0]
+    assert_close(own(after), expected)
+    assert_equal(after["embedding"], params["embedding"])
+    assert_equal(after["hidden"]["kernel"], params["hidden"]["kernel"])
+
+    labels = jax.tree.map(lambda ours: "ours" if ours else "other", OURS)
     both = optax.partition(
         {"ours": case.make(0.05), "other": optax.sgd(1e-3)}, labels, mask_compatible_extra_args=True
     )
-    assert_close(trajectory(case, both, params)[0]["head"], expected)
+    after = trajectory(case, both, params)[0]
+    assert_close(own(after), expected)
+    assert np.abs(after["embedding"]["table"] - params["embedding"]["table"]).max() > 0
+
+
+@each_case
+def test_masked_and_partitioned_it_moves_its_own_leaves_as_if_they_were_alone(case):
+    check_masked_and_partitioned(case)
+
+
+def by_position(learning_rate):
+    """A faulty optimizer: it counts the holes of a masked tree when it decides how to treat a leaf."""
+    hole = lambda node: isinstance(node, optax.MaskedNode)
+
+    def update(updates, state, params=None):
+        leaves, treedef = jax.tree.flatten(updates, is_leaf=hole)
+        moved = [
+            leaf if hole(leaf) else -learning_rate * leaf / (1 + index) for index, leaf in enumerate(leaves)
+        ]
+        return treedef.unflatten(moved), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def blind_to_holes(learning_rate):
+    """A faulty optimizer: it takes every node of a masked tree for an array."""
+    hole = lambda node: isinstance(node, optax.MaskedNode)
+    return optax.stateless(
+        lambda updates, _: jax.tree.map(lambda u: -learning_rate * u, updates, is_leaf=hole)
+    )
+
+
+@pytest.mark.parametrize("faulty", [by_position, blind_to_holes], ids=lambda make: make.__name__)
+def test_the_masked_trial_finds_an_optimizer_that_mistakes_the_holes(faulty):
+    with pytest.raises((AssertionError, TypeError)):
+        check_masked_and_partitioned(OptimizerCase("faulty", faulty))
 
 
 @pytest.mark.parametrize(

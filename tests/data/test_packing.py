@@ -292,3 +292,20 @@ class TestBadInput:
             iterator.set_state({**iterator.get_state(), "step": step})
         with pytest.raises(ValueError, match="lacks batch_size, length, seed, tokens"):
             iterator.set_state({"step": 1})
+
+
+def test_token_ids_past_int32_are_refused_not_wrapped():
+    with pytest.raises(ValueError, match="tokens reach 1099511627776"):
+        batches(np.array([2**40] * 9), batch_size=2, length=2, seed=0)
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 2.0}, {"length": 1.5}, {"epochs": 1.5}])
+def test_sizes_are_integers(changes):
+    with pytest.raises(TypeError, match=f"{next(iter(changes))}=.* must be an integer"):
+        batches(np.arange(9), **{"batch_size": 2, "length": 2, "seed": 0, **changes})
+
+
+def test_a_position_between_two_steps_is_refused():
+    iterator = batches(np.arange(9), batch_size=2, length=2, seed=0)
+    with pytest.raises(TypeError):
+        iterator.set_state({**iterator.get_state(), "step": 1.5})

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from effml.data import (
     BpeTokenizer,
@@ -18,6 +18,7 @@ from effml.data import (
     StreamDecoder,
     Tokenizer,
     check_tokens,
+    encode_prompt,
     load_corpus,
     load_tokenizer,
     train_tokenizer,
@@ -51,6 +52,17 @@ def fallback_tokenizer() -> BpeTokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return BpeTokenizer.from_tokenizer(backend, 260)
+
+
+def template_tokenizer(single: str, base: BpeTokenizer = BPE) -> BpeTokenizer:
+    """A tokenizer that writes ids around each text, as those of Llama 3 and Mistral do (and BERT's, behind it)."""
+    backend = Backend.from_str(base.tokenizer.to_str())
+    backend.add_special_tokens(["<s>", "<t>", "</s>"])
+    special = [(name, backend.token_to_id(name)) for name in ("<s>", "<t>", "</s>")]
+    template = processors.TemplateProcessing(single=single, special_tokens=special)
+    # Llama 3 has a sequence, whose first part only moves offsets.
+    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return BpeTokenizer.from_tokenizer(backend, 0, "{{ bos_token }}", stop_ids=[0])
 
 
 @pytest.fixture(params=["byte", "bpe"])
@@ -145,7 +157,7 @@ def test_saved_tokenizers_load_as_they_were(tmp_path, tokenizer):
     tokenizer.save(tmp_path / "new" / "folder")
     loaded = load_tokenizer(tmp_path / "new" / "folder")
     assert type(loaded) is type(tokenizer)
-    for name in ("kind", "vocab_size", "end_id", "stop_ids", "chat_template"):
+    for name in ("kind", "vocab_size", "end_id", "stop_ids", "prefix_ids", "chat_template"):
         assert getattr(loaded, name) == getattr(tokenizer, name)
     assert loaded.encode("the naïve 猫").tolist() == tokenizer.encode("the naïve 猫").tolist()
     assert not list((tmp_path / "new" / "folder").glob(".*"))
@@ -193,6 +205,47 @@ def test_training_gives_the_same_tokenizer_in_every_process():
         for seed, threads in (("1", "1"), ("2", "2"))
     ]
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("single", "names"),
+    [
+        ("<s> $A", ["<s>"]),
+        ("<s> <t> $A </s>", ["<s>", "<t>"]),
+        ("$A </s>", []),
+        ("$A", []),
+    ],
+)
+def test_what_the_post_processor_puts_in_front_is_the_prefix(single, names, tmp_path):
+    tokenizer = template_tokenizer(single)
+    expected = tuple(tokenizer.tokenizer.token_to_id(name) for name in names)
+    assert tokenizer.prefix_ids == expected
+    assert tokenizer.encode("the cat").tolist() == BPE.encode("the cat").tolist()
+    assert encode_prompt(tokenizer, "the cat").tolist() == [*expected, *BPE.encode("the cat")]
+    assert encode_prompt(tokenizer, "").tolist() == list(expected)
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).prefix_ids == expected
+
+
+def test_the_prefix_is_found_where_few_texts_have_tokens():
+    backend = Backend(models.BPE({"<|end|>": 0, "q": 1}, []))
+    backend.post_processor = processors.TemplateProcessing("<|end|> $A", special_tokens=[("<|end|>", 0)])
+    assert BpeTokenizer.from_tokenizer(backend, 0).prefix_ids == (0,)
+
+
+def test_a_prompt_that_spells_the_prefix_has_it_once_and_as_text_it_has_both():
+    tokenizer = template_tokenizer("<s> $A")
+    (begin,) = tokenizer.prefix_ids
+    rest = BPE.encode("the cat").tolist()
+    assert encode_prompt(tokenizer, "<s>the cat").tolist() == [begin, *rest]
+    spelled = tokenizer.encode("<s>the cat", special_tokens=False).tolist()
+    assert encode_prompt(tokenizer, "<s>the cat", special_tokens=False).tolist() == [begin, *spelled]
+    assert begin not in spelled
+
+
+def test_learned_tokenizers_have_no_prefix(tokenizer):
+    assert tokenizer.prefix_ids == ()
+    assert encode_prompt(tokenizer, "ab").tolist() == tokenizer.encode("ab").tolist()
 
 
 class TestBadInput:
@@ -280,3 +333,11 @@ class TestBadInput:
         ByteTokenizer().save(tmp_path)
         with pytest.raises(ValueError, match="kind 'byte', not 'bpe'"):
             BpeTokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_of_a_later_format_is_refused(tmp_path):
+    ByteTokenizer().save(tmp_path)
+    path = tmp_path / "effml_tokenizer.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match="format=2; this version of effml reads 1"):
+        load_tokenizer(tmp_path)

@@ -238,6 +238,31 @@ def test_text_streams_in_whole_characters_and_ends_before_the_stop_text():
     assert sum(count for _, count in stopped) < len(script) - 1
 
 
+def test_text_begins_with_what_the_tokenizer_puts_in_front_unless_it_is_a_rendered_chat():
+    from tokenizers import Tokenizer, models, processors
+
+    from effml.data import BpeTokenizer
+
+    backend = Tokenizer(models.BPE({"<s>": 0} | {chr(96 + i): i for i in range(1, 27)}, []))
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = BpeTokenizer.from_tokenizer(backend, 0, stop_ids=())
+    model = make_model(TransformerConfig(27, 16, 1, 2, 24, initializer_std=0.5), tokenizer=tokenizer)
+
+    def text(prompt, **options):
+        return "".join(piece for piece, _ in stream_text(model, prompt, max_new_tokens=12, **options))
+
+    def by_ids(ids):
+        return tokenizer.decode(list(stream(model, ids, max_new_tokens=12)))
+
+    assert text("ba") == text("<s>ba") == by_ids([0, 2, 1])
+    assert text("ba", prefix=False) == by_ids([2, 1]) != text("ba")
+    assert text("<s>ba", prefix=False) == text("ba")
+    assert text("") == by_ids([0])
+    with pytest.raises(ValueError, match="prompt is empty"):
+        text("", prefix=False)
+
+
 def test_greedy_text_is_that_of_transformers():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -299,6 +299,10 @@ def test_llama3_takes_whole_pieces_from_the_vocabulary_without_merging(tmp_path)
         lengths[pre] = len(tokenizer.encode("zq"))
         begins = tokenizer.tokenizer.encode("zq").ids[0] == 0
         assert begins == (pre == "llama-bpe")  # what llama.cpp does where add_bos_token is absent
+        for add in (True, False):
+            told = metadata | {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": add}
+            assert tokenizer_from_gguf("file", told, 400)[0].prefix_ids == ((0,) if add else ())
+        assert tokenizer.prefix_ids == ((0,) if begins else ())
     assert lengths == {"llama-bpe": 1, "qwen2": 2}
 
 

@@ -443,6 +443,23 @@ def test_files_of_others_are_never_overwritten(tmp_path):
 TEXT = "The café — 3 cats\n\tnaïve 日本 🙂" + "".join(map(chr, range(1, 0x180)))
 
 
+def test_the_begin_of_text_token_of_a_folder_is_the_one_transformers_adds(tmp_path):
+    from tokenizers import processors
+
+    from effml.data import BpeTokenizer, encode_prompt
+
+    backend = bpe_backend()
+    name = backend.id_to_token(0)
+    backend.post_processor = processors.TemplateProcessing(f"{name} $A", special_tokens=[(name, 0)])
+    tokenizer = BpeTokenizer.from_tokenizer(backend, 1)
+    config = tiny(vocab_size=300)
+    hub.write_huggingface(tmp_path / "model", random_params(config), config, tokenizer)
+    again = hub.read_huggingface(tmp_path / "model").tokenizer
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert again.prefix_ids == (0,)
+    assert encode_prompt(again, TEXT).tolist() == theirs(TEXT).input_ids
+
+
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_written_tokenizers_encode_alike_in_transformers_and_read_back(kind, tmp_path):
     from effml.data import BpeTokenizer, ByteTokenizer

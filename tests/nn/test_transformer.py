@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 
 import chex
@@ -22,7 +21,6 @@ from effml.nn.transformer import (
     forward,
     init_params,
     next_token_loss,
-    param_count,
     plain_linear,
     stack_layers,
     sum_residual,
@@ -78,9 +76,6 @@ def random_params(config, seed=0, scale=0.4):
 
 def random_tokens(config, batch=2, length=7, seed=1):
     return jnp.asarray(np.random.default_rng(seed).integers(0, config.vocab_size, (batch, length)), jnp.int32)
-
-
-# --- the oracle ---------------------------------------------------------------------------------------------
 
 
 def oracle_norm(x, params, kind, epsilon):
@@ -183,9 +178,6 @@ def oracle(params, tokens, config, **kwargs):
     return np.stack([oracle_row(wide, np.asarray(row), config, **kwargs) for row in tokens])
 
 
-# --- the forward pass ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_those_of_the_numpy_forward_pass(name, scanned):
@@ -263,9 +255,6 @@ def test_blocks_alone_compose_to_the_forward_pass():
     np.testing.assert_allclose(run(params, tokens, SMALL).hidden, hidden, atol=1e-5)
 
 
-# --- scanned layers, rematerialisation, gradients -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("rematerialize", [False, True], ids=["kept", "rematerialized"])
 def test_scanned_gradient_equals_unrolled_gradient(rematerialize):
     params = random_params(SMALL)
@@ -301,17 +290,6 @@ def test_gradient_is_that_of_finite_differences_in_float64(name):
         assert got == pytest.approx(expected, rel=2e-3, abs=2e-4)
 
 
-def test_stacking_and_unstacking_are_inverse_and_refuse_unlike_layers():
-    params = random_params(SMALL)
-    stacked = stack_layers(params)
-    assert stacked["layers"]["mlp"]["up"]["kernel"].shape == (2, 16, 24)
-    chex.assert_trees_all_equal(unstack_layers(stacked), params)
-    chex.assert_trees_all_equal(stack_layers(stacked), stacked)
-    params["layers"][1]["mlp"]["up"]["kernel"] = jnp.zeros((16, 25))
-    with pytest.raises(ValueError, match="layer 1 differs"):
-        stack_layers(params)
-
-
 def test_forward_mode_works_with_plain_products_and_a_mask():
     params, tokens = random_params(SMALL), random_tokens(SMALL)
     batch, mask = {"tokens": tokens}, jnp.tril(jnp.ones((1, 6, 6), bool))
@@ -345,9 +323,6 @@ def test_gradient_of_the_default_product_is_that_of_the_plain_one(sizes, lead):
     d_x, d_params = jax.vjp(lambda x, p: dense_linear(x, p, "mlp.up"), narrow, params)[1](half)
     assert (d_x.dtype, d_params["kernel"].dtype) == (jnp.bfloat16, jnp.float32)
     chex.assert_trees_all_close(d_params, pull(cotangent)[1], atol=0.1)
-
-
-# --- seams --------------------------------------------------------------------------------------------------
 
 
 def test_every_product_goes_through_the_linear_seam():
@@ -485,9 +460,6 @@ def test_taps_see_what_the_products_read(scanned):
     assert float(last) == pytest.approx(float(taps["residual"]["square"][1]), rel=1e-5)
 
 
-# --- dtypes and compilation ---------------------------------------------------------------------------------
-
-
 def test_bfloat16_compute_stays_near_float32():
     config = changed(width=64, mlp_width=128, num_kv_heads=2)
     params, tokens = random_params(config, scale=0.15), random_tokens(config)
@@ -549,9 +521,6 @@ def test_row_that_may_see_nothing_is_finite_and_so_is_its_gradient():
     chex.assert_tree_all_finite((value, gradient))
 
 
-# --- loss ---------------------------------------------------------------------------------------------------
-
-
 def test_loss_is_the_weighted_mean_of_nats():
     params, tokens = random_params(SMALL), random_tokens(SMALL, length=6)
     weights = np.array([[1, 0, 2, 1, 0.5], [0, 0, 1, 1, 1]], np.float32)
@@ -589,107 +558,6 @@ def test_loss_of_huge_logits_is_finite():
     loss, _ = nats(random_params(config), {"tokens": random_tokens(config)}, config)
     assert bool(jnp.isfinite(loss))
     assert float(loss) > 1e3
-
-
-# --- parameters and configuration ---------------------------------------------------------------------------
-
-
-def test_parameter_counts_are_the_closed_form():
-    d, v, m = 16, 31, 24
-    assert param_count(SMALL) == v * d + 2 * (4 * d * d + 3 * d * m + 2 * d) + d
-    gpt2 = VARIANTS["gpt2"]
-    layer = 4 * (d * d + d) + 2 * d * m + m + d + 4 * d
-    assert param_count(gpt2) == v * d + 12 * d + 2 * layer + 2 * d
-    qwen3 = VARIANTS["qwen3"]
-    layer = 2 * d * 24 + 2 * d * 12 + 2 * 6 + 3 * d * m + 2 * d
-    assert param_count(qwen3) == v * d + 2 * layer + d
-    untied = VARIANTS["untied_head_with_bias"]
-    assert param_count(untied) == param_count(SMALL) + d * v + v
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "tied_head_with_bias"])
-def test_scanned_parameters_are_the_stacked_unrolled_ones(name):
-    config = VARIANTS[name]
-    unrolled = init_params(jax.random.key(3), config)
-    scanned = init_params(jax.random.key(3), config, scanned=True)
-    chex.assert_trees_all_close(stack_layers(unrolled), scanned, rtol=1e-6)
-
-
-def test_initial_parameters_have_the_stated_spread_and_depend_on_the_key():
-    config = TransformerConfig(200, 128, 2, 4, 256, initializer_std=0.05, tied_head=False, norm="layer")
-    params = init_params(jax.random.key(0), config)
-    layer = params["layers"][1]
-    for kernel, std in (
-        (params["embedding"]["table"], 0.05),
-        (params["head"]["kernel"], 0.05),
-        (layer["attention"]["query"]["kernel"], 0.05),
-        (layer["attention"]["output"]["kernel"], 0.025),
-        (layer["mlp"]["down"]["kernel"], 0.025),
-    ):
-        assert float(kernel.std()) == pytest.approx(std, rel=5 / math.sqrt(2 * kernel.size))
-    assert float(layer["mlp_norm"]["scale"].min()) == 1
-    assert float(jnp.abs(layer["mlp_norm"]["bias"]).max()) == 0
-    other = init_params(jax.random.key(1), config)
-    assert float(jnp.abs(other["embedding"]["table"] - params["embedding"]["table"]).max()) > 0.01
-    kernels = [np.asarray(x).ravel()[:64] for x in jax.tree.leaves(params) if x.ndim == 2]
-    assert len({kernel.tobytes() for kernel in kernels}) == len(kernels)
-
-
-def test_config_goes_through_json_and_is_hashable():
-    for config in VARIANTS.values():
-        again = TransformerConfig.from_dict(json.loads(json.dumps(config.to_dict())))
-        assert again == config
-        assert hash(again) == hash(config)
-    whole = TransformerConfig.from_dict({**SMALL.to_dict(), "rope_base": 500000})
-    assert isinstance(whole.rope_base, float)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"norm": "rmsnorm"}, "norm='rmsnorm'"),
-        ({"mlp": "swiglue"}, "did you mean 'swiglu'"),
-        ({"positions": "alibi"}, "positions='alibi'"),
-        ({"rope_layout": "half"}, "rope_layout"),
-        ({"compute_dtype": "float16"}, "compute_dtype"),
-        ({"width": 0}, "width=0"),
-        ({"vocab_size": -1}, "vocab_size=-1"),
-        ({"num_layers": 0}, "num_layers=0"),
-        ({"num_heads": 0}, "num_heads=0"),
-        ({"num_kv_heads": 0}, "num_kv_heads=0"),
-        ({"num_kv_heads": 3}, "must divide num_heads=4"),
-        ({"num_heads": 3}, "must divide width=16"),
-        ({"head_size": 5}, "even"),
-        ({"norm_epsilon": 0.0}, "norm_epsilon"),
-        ({"attention_scale": -1.0}, "attention_scale"),
-        ({"positions": "learned", "rope_scaling": RopeScaling("linear", 2.0)}, "rope_scaling needs"),
-    ],
-)
-def test_bad_configurations_are_named(fields, words):
-    with pytest.raises(ValueError, match=words):
-        changed(**fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"kind": "yarn", "factor": 2.0}, "yarn"),
-        ({"kind": "linear", "factor": 0.0}, "factor"),
-        ({"kind": "llama3", "factor": 2.0, "high_frequency_factor": 1.0}, "high_frequency_factor"),
-    ],
-)
-def test_bad_rope_scaling_is_named(fields, words):
-    with pytest.raises(ValueError, match=words):
-        RopeScaling(**fields)
-
-
-def test_config_dict_with_unknown_or_missing_fields_is_refused():
-    with pytest.raises(ValueError, match="did you mean 'width'"):
-        TransformerConfig.from_dict({**SMALL.to_dict(), "widht": 3})
-    with pytest.raises(ValueError, match="lacks vocab_size"):
-        TransformerConfig.from_dict({"width": 4})
-    with pytest.raises(ValueError, match="rope_scaling lacks factor"):
-        TransformerConfig.from_dict({**SMALL.to_dict(), "rope_scaling": {"kind": "linear"}})
 
 
 def test_bad_inputs_of_the_forward_pass_are_named():

@@ -132,3 +132,15 @@ def test_the_printed_table_has_every_role_and_a_total():
     view = memory_view(report)
     assert view.row_count == len(report["roles"]) + 1
     assert "gradients and activations are not counted" in view.caption
+
+
+def test_what_is_no_optimizer_is_named():
+    with pytest.raises(TypeError, match="is not an optax.GradientTransformation"):
+        memory_report(optax.adam, {"w": jnp.ones((2, 2))})  # pyright: ignore
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "adam_learning_rate"])
+def test_scale_refuses_numbers_that_are_not_finite(name, value):
+    with pytest.raises(ValueError, match=name):
+        scale(**{"learning_rate": 1e-3, name: value})

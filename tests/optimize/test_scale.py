@@ -105,6 +105,8 @@ def test_ten_steps_follow_a_numpy_transcription_in_all_three_classes(norm, decay
         ("attention.query.kernel", (16, 2, 3), (0,)),
         ("attention.out.kernel", (2, 3, 16), (0, 1)),
         ("layers.up.kernel", (3, 16, 5), (1,)),
+        ("layers.query.kernel", (3, 16, 2, 5), (1,)),
+        ("layers.out.kernel", (3, 2, 5, 16), (1, 2)),
     ],
 )
 def test_each_output_units_update_has_the_learning_rate_as_its_rms(path, shape, axes):
@@ -195,6 +197,42 @@ def test_the_heads_momentum_is_optax_ema_without_bias_correction():
         update, state = optimizer.update(gradient, state)
         expected, peer_state = ema.update(gradient, peer_state)
         np.testing.assert_allclose(update["head"]["kernel"], expected["head"]["kernel"], rtol=1e-6)
+
+
+def test_the_heads_state_is_the_running_mean_also_when_beta_changes():
+    make = optax.inject_hyperparams(
+        scale, static_args=("labels", "weight_dimension_numbers", "momentum_dtype")
+    )
+    optimizer = make(learning_rate=1e-2, momentum=0.9)
+    first, second = random_tree({"head": {"kernel": (4, 9)}}, 1), random_tree({"head": {"kernel": (4, 9)}}, 2)
+    state = optimizer.init(first)
+    _, state = optimizer.update(first, state, first)
+    state.hyperparams["momentum"] = jnp.float32(0.5)
+    updates, state = optimizer.update(second, state, first)
+    mean = 0.5 * (0.1 * np.float64(first["head"]["kernel"])) + 0.5 * np.float64(second["head"]["kernel"])
+    (kept,) = [leaf for leaf in jax.tree.leaves(state.inner_state) if leaf.ndim == 2]
+    np.testing.assert_allclose(kept, mean, rtol=1e-5, atol=1e-7)
+    expected = -1e-2 * mean / np.sqrt(np.mean(mean**2, axis=0))
+    np.testing.assert_allclose(updates["head"]["kernel"], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_bfloat16_momentum_is_blended_in_float32_and_rounded_once():
+    shapes = {"head": {"kernel": (64, 16)}}
+    first, second = random_tree(shapes, 1, jnp.bfloat16), random_tree(shapes, 2, jnp.bfloat16)
+    optimizer = scale(1e-2)
+    _, state = optimizer.update(first, optimizer.init(first))
+    (before,) = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 2]
+    _, state = optimizer.update(second, state)
+    (after,) = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 2]
+    wide = 0.9 * np.float64(before) + 0.1 * np.float64(second["head"]["kernel"])
+    # Only ties may differ; blending in bfloat16 rounds three times and changes a third of the entries.
+    assert np.mean(np.asarray(after != jnp.asarray(wide, jnp.bfloat16))) < 1e-2
+
+
+def test_norms_below_eps_are_replaced_by_it_and_those_above_are_untouched():
+    gradient = {"kernel": jnp.array([[1e-9, 1e-7], [-1e-9, 1e-7]])}
+    update = normalize_columns(0).update(gradient, optax.EmptyState())[0]["kernel"]
+    np.testing.assert_allclose(update, [[0.1, 1.0], [-0.1, 1.0]], rtol=1e-5)
 
 
 @pytest.mark.parametrize("norm", ["rms", "l2"])

@@ -150,3 +150,55 @@ def test_text_shorter_than_a_batch_is_refused(tmp_path):
     (tmp_path / "short.txt").write_text("one line\nanother\n")
     with pytest.raises(ValueError, match="token"):
         train_model(config(str(tmp_path / "short.txt")), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": 2**33}, "32 bits"),
+        ({"seed": 2**70}, "32 bits"),
+        ({"learning_rate": float("inf")}, "learning_rate=inf must be finite"),
+        ({"weight_decay": float("nan")}, "weight_decay=nan must be finite"),
+        ({"mlp_width": 0}, "mlp_width=0"),
+    ],
+)
+def test_numbers_that_would_be_read_as_others_are_refused(text, changes, words):
+    with pytest.raises(ValueError, match=words):
+        config(text, **changes)
+
+
+def test_two_runs_do_not_share_a_folder(text, tmp_path):
+    """The second is refused while the first goes on, and the first one's rows stay one a step."""
+    folder = tmp_path / "run"
+    refused = []
+
+    class Second:
+        def resume(self, step):
+            for resume in (False, True):
+                with pytest.raises(ValueError, match="already holds a run|is in use"):
+                    train_model(config(text), folder, resume=resume)
+                refused.append(resume)
+
+        def write(self, step, metrics): ...
+
+        def flush(self): ...
+
+    train_model(config(text), folder, trackers=[Second()])
+    assert refused == [False, True]
+    rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [1, 2, 3, 4, 5, 6]
+    train_model(config(text), folder, resume=True)  # the hold has ended with the run
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "model", "checkpoints"])
+def test_what_others_left_in_the_folder_is_refused_before_training(text, tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"holds {name} of something else"):
+        train_model(config(text), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_train_json_that_is_no_object_is_named(text, tmp_path):
+    (tmp_path / "train.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"train\.json is not the description of a run"):
+        train_model(config(text), tmp_path, resume=True)

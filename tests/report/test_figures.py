@@ -143,6 +143,15 @@ def test_bars_have_their_length_and_number_and_the_first_is_on_top():
     assert [text.get_text() for text in axes.texts] == ["2.00", "4.00 ± 0.50", "NaN", "goal"]
 
 
+def test_only_highlighted_bars_are_coloured():
+    figure = bar_chart({"body": 2.0, "head": 1.0, "tail": 1.0}, xlabel="noise", highlight=("head",))
+    body, head, tail = (bar.get_facecolor() for bar in figure.axes[0].patches)
+    assert body == tail != head
+    figure = bar_chart({"body": 2.0, "head": 1.0}, xlabel="noise")
+    body, head = (bar.get_facecolor() for bar in figure.axes[0].patches)
+    assert body != head
+
+
 def test_a_png_is_a_picture_of_the_right_size_and_repeats_exactly(tmp_path):
     figure = line_chart({"a": (X, X)}, xlabel="x", ylabel="y")
     height, width, _ = picture(figure).shape

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +111,13 @@ def _forge(path):
     path.write_text(json.dumps(about))
 
 
+def _replace(name, value):
+    def damage(path):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+
+    return damage
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's own threads
 @pytest.mark.parametrize(
     ("target", "damage"),
@@ -122,6 +131,12 @@ def _forge(path):
         ("about/metadata", lambda path: path.unlink()),
         ("about/metadata", lambda path: path.write_text("{}")),
         ("about/metadata", _forge),
+        ("about/metadata", _replace("fingerprints", {})),
+        ("about/metadata", _replace("fingerprints", [])),
+        ("about/metadata", _replace("arrays", [])),
+        ("about/metadata", _replace("arrays", {"step": 5})),
+        ("about/metadata", _replace("data", 5)),
+        ("about/metadata", _replace("data", ["{}"])),
     ],
 )
 def test_damage_is_one_error_that_names_the_folder_and_the_way_on(tmp_path, target, damage):
@@ -202,3 +217,32 @@ def test_bad_arguments_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         Checkpoints(tmp_path / "file")
+
+
+FULL_DISK = """
+import resource, signal, sys
+import jax, jax.numpy as jnp, optax
+from effml.train import Checkpoints, init_state
+state = init_state(jax.random.key(0), {"w": jax.random.normal(jax.random.key(1), (100, 100))}, optax.sgd(0.1))
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(state)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+try:
+    checkpoints.save(state._replace(step=jnp.int32(3)))
+except OSError as error:
+    assert "checkpoint of step 3 could not be written" in str(error) and "[0]" in str(error), error
+    assert "\\n" not in str(error)
+    assert checkpoints.steps() == [0], checkpoints.steps()
+    print("one sentence")
+"""
+
+
+def test_a_disk_that_is_full_is_one_sentence_and_leaves_the_earlier_checkpoints(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "one sentence", done.stderr[-2000:]
+    example = init_state(jax.random.key(0), {"w": jnp.zeros((100, 100))}, optax.sgd(0.1))
+    restored, _ = Checkpoints(tmp_path).restore(example)
+    assert int(restored.step) == 0
