@@ -48,17 +48,13 @@ def ratio(slower: list[float], faster: list[float]) -> dict[str, float]:
     return {**rounds, "of_best": min(slower) / min(faster)}
 
 
-def copy_bandwidth(gigabytes: float = 1.0, repeats: int = 5) -> float:
-    """Bytes a second (read + written) of the fastest of NumPy's and torch's copies, over both cores."""
+def copier(gigabytes: float = 1.0) -> tuple[Callable[[], Any], int]:
+    """A call that copies an array on all cores, and the bytes that it reads and writes."""
     import torch
 
-    source = np.ones(int(gigabytes * 2**30 / 4), np.float32)
-    target = np.empty_like(source)
-    tensors = torch.from_numpy(source), torch.from_numpy(target)
-    seconds = take_turns(
-        {"numpy": lambda: np.copyto(target, source), "torch": lambda: tensors[1].copy_(tensors[0])}, repeats
-    )
-    return 2 * source.nbytes / min(min(values) for values in seconds.values())
+    source = torch.ones(int(gigabytes * 2**30 / 4))
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source), 2 * source.nbytes
 
 
 def save(name: str, result: Mapping[str, Any], folder: Path = RESULTS) -> Path:

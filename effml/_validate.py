@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = ["count", "missing_package", "one_of", "positive", "seed_in_range"]
 
@@ -47,7 +48,7 @@ def positive(argument: str, value: int | float) -> int | float:
     return value
 
 
-def count(argument: str, value: int) -> int:
+def count(argument: str, value: Any) -> int:
     """Returns `value` as an int if it is an integer above zero, else raises naming `argument`.
 
     Raises:

@@ -131,6 +131,8 @@ def _load_folder(folder: Path, name: str, dtype: str | None) -> LoadedModel:
         return _load_own(folder / "model", name, dtype)
     if (folder / "config.json").is_file():
         return _foreign(hub.read_huggingface(folder, dtype=dtype or "float32"), name, folder)
+    if (folder / "train.json").is_file():
+        raise ValueError(f"{folder} is a training run that has not ended: go on with effml train --resume")
     raise ValueError(
         f"{folder} holds no model: neither {_META} (written by effml) nor config.json (Hugging Face)"
     )

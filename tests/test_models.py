@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from effml import models
 from effml.data import BpeTokenizer, ByteTokenizer

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 __all__ = ["commands", "main"]
 
@@ -84,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"effml {__version__}")
         return 0
     name, *rest = words
+    if argv is None and not os.environ.get("EFFML_TRACEBACK"):
+        _quieten_orbax()
     try:
         if name not in commands():
             from effml._validate import one_of
@@ -105,6 +109,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             message = f"not enough memory ({message}); make the batch, the length or the model smaller"
         print(f"effml {name}: {message}", file=sys.stderr)
         return 2
+
+
+def _quieten_orbax() -> None:
+    """Leaves out the tracebacks that a failed checkpoint prints by the way; the error itself gets one line.
+
+    Orbax logs a read or write that failed and abandons its tasks: asyncio logs them again, and TensorStore's threads
+    call back into an event loop that is closed.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(
+            lambda record: record.levelno < logging.ERROR or not record.exc_info
+        )
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:

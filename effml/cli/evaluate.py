@@ -19,10 +19,11 @@ class Command:
     data: str = "stdlib"
     """Text to score: a folder, a file, or stdlib."""
     split: str = "held_out"
-    """held_out or train."""
-    length: int = 512
-    """Tokens in one window."""
+    """Which side of the text: held_out (what effml train does not learn from) or train."""
+    length: int | None = None
+    """Tokens in one window. Left out: the length that effml train used, or 512 for models from elsewhere."""
     batch_size: int = 8
+    """Windows at a time."""
     max_tokens: int | None = 65_536
     """Tokens to score; none for all of them."""
     out: Path | None = None
@@ -34,15 +35,17 @@ class Command:
 
         from effml import data, models, report
         from effml.pipeline import evaluate_model
+        from effml.pipeline.evaluation import window_length
 
         started = time.perf_counter()
         corpus = data.load_corpus(self.data)
         loaded = models.load(self.model)
+        length = window_length(loaded) if self.length is None else self.length
         measured = evaluate_model(
             loaded,
             corpus,
             split=self.split,
-            length=self.length,
+            length=length,
             batch_size=self.batch_size,
             max_tokens=self.max_tokens,
         )
@@ -54,7 +57,8 @@ class Command:
             seconds=time.perf_counter() - started,
             command=f"effml evaluate {self.model} --data {self.data}",
         )
-        report.print_result(result)
+        title = f"{loaded.name} on the {self.split} text of {self.data}, windows of up to {length:,} tokens"
+        report.print_result(result, title=title)
         folder = self.out or Path("runs/evaluate") / Path(self.model).name
         print(f"result: {result.save(folder / 'result.json')}")
         return 0

@@ -30,12 +30,13 @@ class Command:
     """Talk with the model: `prompt` is the first message, further ones are read from the terminal. Without a
     terminal a given prompt is the only message, else each line of standard input is one."""
     max_new_tokens: int = 128
+    """Tokens to write at most."""
     decoder: str = "greedy"
     """greedy (the most likely token each time) or sample."""
     cache: str = "dense"
     """dense: keys and values as they are."""
     temperature: float | None = None
-    """With --decoder sample: below 1 is bolder, above 1 (the default is 1) more varied."""
+    """With --decoder sample: below 1 keeps closer to the likeliest tokens, above 1 is more varied; None is 1."""
     top_k: int | None = None
     """With --decoder sample: choose among the k most likely tokens only."""
     top_p: float | None = None

@@ -54,8 +54,8 @@ class AttentionInputs(NamedTuple):
 def dense_attention(inputs: AttentionInputs) -> tuple[Float[Array, "batch new heads head"], None]:
     """Softmax attention over the cache's committed rows and the new rows.
 
-    With neither cache nor mask, as in training, this is `causal_attention`, whose gradient is fast and reverse
-    mode only; else it is `effml.nn.cache.attend`.
+    In float32 with neither cache nor mask, as in training, this is `causal_attention`, whose gradient is fast and
+    reverse mode only; else it is `effml.nn.cache.attend`.
 
     Args:
         inputs: queries, keys, values and what else the block knows.
@@ -72,7 +72,7 @@ def dense_attention(inputs: AttentionInputs) -> tuple[Float[Array, "batch new he
         (1, 3, 2, 4)
     """
     query, key, value = inputs.query, inputs.key, inputs.value
-    if inputs.cache is None and inputs.mask is None:
+    if inputs.cache is None and inputs.mask is None and query.dtype == jnp.float32:
         return causal_attention(query, key, value, scale=inputs.scale), None
     output = attend(query, inputs.cache, key, value, inputs.mask, inputs.positions, scale=inputs.scale)
     return output, None

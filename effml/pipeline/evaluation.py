@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from effml.data import Corpus
     from effml.models import LoadedModel
 
-__all__ = ["Evaluation", "evaluate_model"]
+__all__ = ["Evaluation", "evaluate_model", "window_length"]
+
+_WINDOW = 512
+_MOST_ROWS = 65_536
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,23 @@ class Evaluation:
     tokens_per_second: float
 
 
+def window_length(loaded: Any) -> int:
+    """The tokens in one window when nobody chose: what the model was trained with, else 512.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> window_length(SimpleNamespace(extra={"trained_length": 128}))
+        128
+    """
+    return int(loaded.extra.get("trained_length", _WINDOW))
+
+
 def evaluate_model(
     loaded: LoadedModel,
     corpus: Corpus,
     *,
     split: str = "held_out",
-    length: int = 512,
+    length: int | None = None,
     batch_size: int = 8,
     max_tokens: int | None = 65_536,
 ) -> Evaluation:
@@ -60,7 +74,8 @@ def evaluate_model(
         loaded: from `effml.models.load`; its own forward pass is used.
         corpus: the text.
         split: "held_out" or "train".
-        length: tokens in a window; with the prefix at most the model's own maximum.
+        length: tokens in a window; with the prefix at most the model's own maximum. None is the length that the
+            model was trained with where `effml train` noted it, else 512.
         batch_size: windows at a time.
         max_tokens: how many tokens to score; None for all.
 
@@ -74,6 +89,7 @@ def evaluate_model(
 
     from effml import data, train, trees
 
+    length = window_length(loaded) if length is None else length
     for name, value in (("length", length), ("batch_size", batch_size)):
         positive(name, value)
     if max_tokens is not None:
@@ -85,6 +101,8 @@ def evaluate_model(
     tokens = data.encode_corpus(corpus, split, loaded.tokenizer)
     if max_tokens is not None:
         tokens = tokens[: max_tokens + 1]
+    windows = -(-(len(tokens) - 1) // length)  # a short text needs no rows of padding
+    batch_size = min(batch_size, max(1, windows)) if batch_size <= _MOST_ROWS else batch_size
     batches = data.evaluation_batches(tokens, batch_size=batch_size, length=length)
 
     @jax.jit

@@ -202,8 +202,7 @@ class EvaluationResult:
         """Adds the table of saved models."""
         page.add_heading("The saved models")
         page.add_text(
-            "Read back from disk by `effml.models.load` and scored on held-out files, in longer windows than in "
-            "training: what `effml evaluate` prints."
+            "Read back from disk by `effml.models.load` and scored on held-out files: what `effml evaluate` prints."
         )
         page.add_table(
             [
@@ -295,7 +294,6 @@ def measure_models(run: PipelineRun) -> EvaluationResult:
         name: evaluate_model(
             model_folders.load(str(folder)),
             corpus,
-            length=2 * trained[name].config.length,
             max_tokens=trained[name].config.evaluation_tokens,
         )
         for name, folder in folders.items()

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,11 +54,12 @@ class TrainConfig:
     learning_rate: float | None = None
     """Peak learning rate; None takes the rate tuned for this optimizer on the default model."""
     weight_decay: float = 0.0
+    """Decoupled from the gradient, multiplied by the learning rate."""
     schedule: str = "cosine"
     """constant, cosine, linear or wsd, after a warm-up over a tenth of the steps."""
     clip_norm: float | None = None
     """Largest global gradient norm; None leaves gradients as they are."""
-    steps: int = 600
+    steps: int = 400
     batch_size: int = 16
     """Sequences in one step."""
     length: int = 128
@@ -65,12 +67,16 @@ class TrainConfig:
     accumulate: int = 1
     """Micro-batches that one step is cut into, to save activation memory."""
     width: int = 128
+    """Features of a token between the blocks; the number of heads divides it."""
     num_layers: int = 4
     num_heads: int = 4
+    """Attention heads."""
     num_kv_heads: int | None = None
+    """Heads of keys and values, shared by groups of attention heads; None is one for each."""
     mlp_width: int | None = None
     """Hidden size of the SwiGLU block; None is 8/3 of the width, rounded up to a multiple of 8."""
     tied_head: bool = False
+    """Use the token embedding as the output head too."""
     attention: str = "full"
     """full: dense causal attention."""
     compute_dtype: str = "float32"
@@ -82,9 +88,11 @@ class TrainConfig:
     max_bytes: int | None = None
     """Reads at most this many bytes of text."""
     evaluate_every: int = 100
+    """Steps between two measurements on held-out text; 0 measures at the end only."""
     evaluation_tokens: int = 65_536
     """Held-out tokens that each evaluation covers, the same ones every time."""
     checkpoint_every: int = 100
+    """Steps between two checkpoints; 0 keeps one at the end only."""
     mesh: str = ""
     """Devices to spread over, such as data=4,fsdp=2; empty is one device."""
     seed: int = 0
@@ -216,7 +224,7 @@ def train_model(
 
     Raises:
         ValueError: for unusable text, a folder that already holds a run (without `resume`) or in which one is going
-            on, a checkpoint of another model, a mesh that does not fit the devices, or several processes without a mesh.
+            on, a checkpoint of another model, a mesh that does not fit the devices, or several processes without one.
         effml.train.NonFiniteLoss: when the loss is no longer a number; the last good checkpoint stays.
     """
     with contextlib.ExitStack() as stack:
@@ -234,7 +242,7 @@ def _train_model(
     import jax
 
     from effml import data, models, train, trees
-    from effml.nn.transformer import init_params
+    from effml.nn.transformer import init_params, param_count
 
     first_process = jax.process_index() == 0
     if jax.process_count() > 1 and not config.mesh:
@@ -267,6 +275,14 @@ def _train_model(
 
     evaluation = _evaluation_batches(held_out, config.length, mesh)
     parameter_bytes, optimizer_bytes = trees.byte_count(state.params), trees.byte_count(state.optimizer_state)
+    if first_process:
+        # The first step compiles for a while: say what has begun.
+        print(
+            f"{config.optimizer}: {param_count(model):,} parameters, {len(tokens):,} tokens of {corpus.source}, "
+            f"{config.steps:,} steps of {config.batch_size} x {config.length}; compiling",
+            file=sys.stderr,
+            flush=True,
+        )
     about = {"model": model.to_dict(), "optimizer": config.optimizer, "data": corpus.fingerprint}
     started = time.perf_counter()
     with train.Checkpoints(folder / "checkpoints", metadata=about) as checkpoints:
@@ -291,7 +307,7 @@ def _train_model(
     if jax.process_count() > 1:
         params = train.to_host(params)
     if result.stopped == "finished" and first_process:
-        models.save(folder / "model", params, model, tokenizer)
+        models.save(folder / "model", params, model, tokenizer, extra={"trained_length": config.length})
     train.sync_processes("the model is written")
     return TrainedModel(
         config=config,
@@ -357,7 +373,7 @@ def _held(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"out={str(folder)!r} is in use: another run is going on in it; wait for its end, or give another folder"
+                f"out={str(folder)!r} is in use: another run is going on in it; wait for it, or give another folder"
             ) from None
         except OSError:  # a file system without locks
             pass

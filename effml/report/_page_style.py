@@ -55,8 +55,8 @@ nav a:hover { text-decoration: underline; }
   background: var(--card); }
 .scroll:focus-visible, a:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
 table { width: 100%; border-collapse: collapse; font-size: 0.925rem; line-height: 1.4; }
-th, td { padding: 0.5rem 0.8rem; text-align: left; vertical-align: baseline;
-  border-top: 1px solid var(--line); min-width: 5rem; max-width: 22rem; overflow-wrap: normal; }
+th, td { padding: 0.5rem 0.5rem; text-align: left; vertical-align: baseline;
+  border-top: 1px solid var(--line); min-width: 4rem; max-width: 22rem; overflow-wrap: normal; }
 thead th { border-top: 0; color: var(--muted); font-weight: 600; vertical-align: bottom; }
 tbody th { font-weight: 600; position: sticky; left: 0; background: var(--card); min-width: 0;
   max-width: 9rem; }
@@ -97,7 +97,7 @@ dd { margin: 0; min-width: 0; overflow-wrap: anywhere; }
 }
 @media (max-width: 30rem) {
   figure img { padding: 0.15rem; border-radius: 4px; }
-  th, td { padding: 0.45rem 0.65rem; }
+  th, td { padding: 0.45rem 0.5rem; }
 }
 @media print {
   :root { --ground: #ffffff; --card: #ffffff; --text: #000000; --muted: #444444; --line: #bbbbbb;

@@ -273,7 +273,7 @@ def provenance(result: Result) -> list[tuple[str, str]]:
     pairs = [
         ("command", result.command),
         ("preset", result.preset),
-        ("seeds", ", ".join(map(str, result.seeds))),
+        ("seed" if len(result.seeds) == 1 else "seeds", ", ".join(map(str, result.seeds))),
         ("time", _duration(result.seconds)),
         ("machine", ", ".join(computer)),
         ("versions", ", ".join(f"{name} {version}" for name, version in result.versions.items())),
@@ -309,7 +309,8 @@ def print_result(
     out = console if console is not None else Console(highlight=False)
     seeds = f"{len(result.seeds)} seed" + ("" if len(result.seeds) == 1 else "s")
     heading = title or f"{result.method}, preset {result.preset}"
-    out.print(Text(f"{heading}: {seeds}, {_duration(result.seconds)}", style="bold"))
+    took = ", ".join([seeds] * bool(result.seeds) + [_duration(result.seconds)])
+    out.print(Text(f"{heading}: {took}", style="bold"))
     for group in _fitting(read_columns(result.rows, columns, best), out.width):
         out.print(_table(group))
     if result.checks:

@@ -81,6 +81,22 @@ def test_unknown_names_suggest_the_nearest(capsys, text, tmp_path):
     assert "did you mean 'smoke'" in fails(["run", "scale", "--preset", "smokey"], capsys)
 
 
+def test_train_says_what_it_does_before_it_compiles(text, tmp_path, capsys):
+    assert main(["train", "--data", text, "--out", str(tmp_path / "run"), *SMALL]) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("scale: ")
+    assert "parameters" in first
+    assert first.endswith(f"tokens of {text}, 4 steps of 4 x 16; compiling")
+
+
+def test_evaluate_says_which_text_it_read(model, text, tmp_path, capsys):
+    words = ["--data", text, "--split", "train", "--length", "16", "--max-tokens", "40"]
+    assert main(["evaluate", model, *words, "--out", str(tmp_path)]) == 0
+    heading = " ".join(capsys.readouterr().out.splitlines()[:3])
+    assert f"on the train text of {text}, windows of up to 16 tokens: " in heading.replace("  ", " ")
+    assert "seed" not in heading
+
+
 def test_evaluate_prints_and_writes_the_measurements(model, text, tmp_path, capsys):
     assert main(["evaluate", model, "--data", text, "--length", "16", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -162,6 +178,14 @@ def test_prompts_get_the_models_first_token_and_chats_only_from_their_template(b
     assert json.loads(capsys.readouterr().out)["text"] == written([begin, *plain])
     assert main(["generate", begun, "--chat", "--prompt", "hello", *options]) == 0
     assert capsys.readouterr().out == written([begin, *plain, 0]) + "\n"
+    # A template that writes no first token is taken at its word.
+    bare = tmp_path / "bare"
+    shutil.copytree(begun, bare)
+    meta = json.loads((bare / "effml.json").read_text())
+    meta["chat_template"] = meta["chat_template"].replace("{{ bos_token }}", "")
+    (bare / "effml.json").write_text(json.dumps(meta))
+    assert main(["generate", str(bare), "--chat", "--prompt", "hello", *options]) == 0
+    assert capsys.readouterr().out == written([*plain, 0]) + "\n"
 
 
 def test_chat_needs_a_template(model, capsys):
@@ -289,3 +313,49 @@ def test_an_error_of_the_device_is_one_line(model, capsys, monkeypatch):
 
     monkeypatch.setattr(models, "load", load)
     assert "Out of memory" in fails(["generate", model, "--prompt", "a"], capsys)
+
+
+def test_a_damaged_checkpoint_is_one_line_and_no_traceback(text, tmp_path):
+    """In a process of its own: Orbax's threads print tracebacks of theirs when a read fails."""
+    words = [sys.executable, "-m", "effml", "train", "--data", text, "--out", str(tmp_path / "run"), *SMALL]
+    subprocess.run(words, check=True, capture_output=True)
+    for path in (tmp_path / "run" / "checkpoints" / "4" / "state" / "d").iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    done = subprocess.run([*words, "--resume"], check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "is damaged" in done.stderr.strip().splitlines()[-1]
+
+
+def test_training_in_bfloat16_runs(text, tmp_path):
+    words = ["train", "--data", text, "--compute-dtype", "bfloat16", "--out", str(tmp_path / "run"), *SMALL]
+    assert main(words) == 0
+
+
+def test_evaluate_repeats_what_train_said(text, tmp_path, capsys):
+    assert main(["train", "--data", text, "--out", str(tmp_path / "run"), *SMALL]) == 0
+    said = capsys.readouterr().out
+    assert (
+        main(
+            [
+                "evaluate",
+                str(tmp_path / "run"),
+                "--data",
+                text,
+                "--max-tokens",
+                "128",
+                "--out",
+                str(tmp_path / "e"),
+            ]
+        )
+        == 0
+    )
+    (row,) = report.Result.load(tmp_path / "e/result.json").rows
+    assert f"held-out loss {row['nats_per_token']:.4f}" in said
+
+
+def test_a_run_that_has_not_ended_is_called_so(text, tmp_path, capsys):
+    assert main(["train", "--data", text, "--out", str(tmp_path / "run"), *SMALL]) == 0
+    shutil.rmtree(tmp_path / "run/model")
+    capsys.readouterr()
+    assert "not ended" in fails(["evaluate", str(tmp_path / "run"), "--data", text], capsys)

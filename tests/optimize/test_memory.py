@@ -135,7 +135,7 @@ def test_the_printed_table_has_every_role_and_a_total():
 
 
 def test_what_is_no_optimizer_is_named():
-    with pytest.raises(TypeError, match="is not an optax.GradientTransformation"):
+    with pytest.raises(TypeError, match="optimizer"):
         memory_report(optax.adam, {"w": jnp.ones((2, 2))})  # pyright: ignore
 
 

@@ -67,7 +67,7 @@ def test_saved_models_score_as_they_did_in_training(finished):
     config, result = finished
     for name in config.optimizers:
         assert result.summary[f"{name}_saved_nats_per_byte"] == pytest.approx(
-            result.summary[f"{name}_held_out"], rel=0.2
+            result.summary[f"{name}_held_out"], rel=1e-3
         )
 
 

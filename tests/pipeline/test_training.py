@@ -175,7 +175,7 @@ def test_two_runs_do_not_share_a_folder(text, tmp_path):
     class Second:
         def resume(self, step):
             for resume in (False, True):
-                with pytest.raises(ValueError, match="already holds a run|is in use"):
+                with pytest.raises(ValueError, match=r"already holds a run|is in use"):
                     train_model(config(text), folder, resume=resume)
                 refused.append(resume)
 

@@ -17,7 +17,6 @@ from effml.train import (
     NonFiniteLoss,
     fit,
     init_state,
-    make_mesh,
     make_step,
     read_json_lines,
 )
@@ -273,17 +272,3 @@ def test_bad_arguments_are_named_before_anything_runs(tmp_path):
     fit(STEP, start(), targets(2), steps=2, checkpoints=Checkpoints(tmp_path))
     with pytest.raises(ValueError, match="already holds checkpoints up to step 2; pass resume=True"):
         fit(STEP, start(), targets(2), steps=2, checkpoints=Checkpoints(tmp_path))
-
-
-def test_counts_are_integers(tmp_path):
-    optimizer = optax.sgd(0.1)
-    loss = lambda params, batch: jnp.mean((params - batch) ** 2)  # noqa: E731
-    state = init_state(jax.random.key(0), jnp.float32(0), optimizer)
-    with pytest.raises(TypeError, match=r"steps=2\.5 must be an integer"):
-        fit(make_step(loss, optimizer), state, [np.ones(4, np.float32)] * 4, steps=2.5)  # pyright: ignore
-    with pytest.raises(TypeError, match=r"accumulate=1\.5 must be an integer"):
-        make_step(loss, optimizer, accumulate=1.5)  # pyright: ignore
-    with pytest.raises(TypeError, match=r"keep=1\.5 must be an integer"):
-        Checkpoints(tmp_path, keep=1.5)  # pyright: ignore
-    with pytest.raises(TypeError, match=r"mesh axis data=1\.5 must be an integer"):
-        make_mesh({"data": 1.5}, devices=jax.devices()[:1])  # pyright: ignore
