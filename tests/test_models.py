@@ -357,3 +357,11 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(folder, dtype):
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=f"{name} holds {np.dtype(dtype)}, should hold floating point"):
         models.load(folder)
+
+
+def test_tensors_that_lie_below_another_are_refused():
+    from effml.nn.hub import _names
+
+    for order in (["layers", "layers.0.scale"], ["layers.0.scale", "layers"]):
+        with pytest.raises(ValueError, match="layers"):
+            _names.unflatten({name: np.ones(1) for name in order})

@@ -59,7 +59,6 @@ class Command:
         if self.chat:
             return self._chat(model, sampling)
         assert self.prompt is not None
-        print(self.prompt, end="", flush=True)
         self._write(model, sampling, self.prompt, chat=False)
         return 0
 
@@ -103,8 +102,7 @@ class Command:
 
         from effml import decode
 
-        pieces, count, started = [], 0, time.perf_counter()
-        for piece, tokens in decode.stream_text(
+        written = decode.stream_text(
             model,
             prompt,
             max_new_tokens=self.max_new_tokens,
@@ -114,7 +112,11 @@ class Command:
             # A rendered chat spells the tokens it needs; in a plain prompt their names are text.
             special_tokens=chat,
             prefix=not chat,
-        ):
+        )
+        if not chat:
+            print(prompt, end="", flush=True)
+        pieces, count, started = [], 0, time.perf_counter()
+        for piece, tokens in written:
             print(piece, end="", flush=True)
             pieces.append(piece)
             count += tokens

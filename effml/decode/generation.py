@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, PRNGKeyArray
 
-from effml._validate import positive
+from effml._validate import count, positive
 from effml.decode import _loop
 from effml.decode.chat import StopTexts
 from effml.decode.sampling import SamplingConfig
@@ -285,7 +285,7 @@ class _Run:
         append: Callable[..., Any] | None,
         attention: Callable[..., Any] | None,
     ):
-        positive("max_new_tokens", max_new_tokens)
+        count("max_new_tokens", max_new_tokens)
         sampling = SamplingConfig() if sampling is None else sampling
         if not sampling.greedy and key is None:
             raise ValueError(f"temperature={sampling.temperature!r} draws at random: give a key")
@@ -318,6 +318,10 @@ class _Run:
             width, max(width, longest + max_new_tokens), growing=cache_init is None
         )
         stops = sorted({int(token) for token in stop_ids})
+        if stops and not 0 <= stops[0] <= stops[-1] < model.config.vocab_size:
+            raise ValueError(
+                f"stop_ids={stops} must be within the vocabulary 0..{model.config.vocab_size - 1}"
+            )
         # Padded, so that the number of stop ids is no new program; no token is -1.
         self.stop_ids = np.array(stops + [-1] * (-len(stops) % 4 or (0 if stops else 4)), np.int32)
         self.state: _loop.State

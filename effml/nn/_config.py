@@ -201,6 +201,8 @@ class TransformerConfig:
         values = _checked(cls, "config", fields)
         if isinstance(scaling := values.get("rope_scaling"), Mapping):
             values["rope_scaling"] = RopeScaling(**_checked(RopeScaling, "rope_scaling", scaling))
+        elif scaling is not None:
+            raise ValueError(f"config field rope_scaling={scaling!r} must be an object or null")
         return cls(**values)
 
 
@@ -209,6 +211,12 @@ def _checked(cls: Any, what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name: field for field in dataclasses.fields(cls)}
     for name in fields:
         one_of(f"{what} field", name, known)
+        wanted = str(known[name].type)
+        number = type(fields[name]) in (int, float)
+        if wanted in ("int", "float", "int | None", "float | None") and not (
+            number or (fields[name] is None and "None" in wanted)
+        ):
+            raise ValueError(f"{what} field {name}={fields[name]!r} must be a number")
     required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
     if missing := [name for name in required if name not in fields]:
         raise ValueError(f"{what} lacks {', '.join(missing)}")

@@ -140,7 +140,7 @@ def run_pipeline(config: PipelineConfig, stages: Sequence[Stage] | None = None) 
         stages: what to run instead of `effml.pipeline.STAGES`.
 
     Returns:
-        The result that was written to `result.json`. Beside it lie `report.html`, `metrics.jsonl` (every
+        The result that was written to `result.json`. Beside it lie `report.html`, `figure.png`, `metrics.jsonl` (every
         optimizer's steps) and one folder per trained model. A finished run of the same folder is replaced.
 
     Raises:
@@ -181,6 +181,8 @@ def run_pipeline(config: PipelineConfig, stages: Sequence[Stage] | None = None) 
         command=_command(config),
     ).judged(_applicable(CHECKS, numbers))
     result.save(config.out / "result.json")
+    if training:
+        report.save_figure(training.figure(), config.out / "figure.png")
     _page(run, result).save(config.out / "report.html")
     return result
 

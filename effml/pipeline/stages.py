@@ -16,6 +16,8 @@ from effml.pipeline.training import TrainedModel, train_model
 from effml.report import Check, Metric
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from effml.data import Corpus
     from effml.report import Page
 
@@ -43,7 +45,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
             lambda result: result.summary["scale_held_out"] - result.summary["adamw_held_out"],
             "<=",
             0.03,
-            source="the bound of the experiment `scale`, gate (a); one seed here",
+            source="the bound that the experiment `scale` uses; one seed here",
         ),
     ),
     (
@@ -53,7 +55,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
             lambda result: result.summary["scale_bytes"] / result.summary["adamw_bytes"],
             "<=",
             0.45,
-            source="the bound of the experiment `scale`, gate (d)",
+            source="the bound that the experiment `scale` uses",
         ),
     ),
 )
@@ -118,8 +120,24 @@ class TrainingResult:
             for name, trained in self.models.items()
         }
 
+    def figure(self) -> Figure:
+        """Held-out loss against steps, and final held-out loss against optimizer memory."""
+        from effml.report import figures
+
+        figure, (left, right) = figures.panels(2)
+        curves = {name: (curve["held_out_step"], curve["held_out"]) for name, curve in self.curves().items()}
+        figures.line_chart(curves, xlabel="training step", ylabel="held-out loss (nats/token)", axes=left)
+        points = {
+            name: (trained.optimizer_bytes / 1e6, trained.held_out["nats_per_token"])
+            for name, trained in self.models.items()
+        }
+        figures.scatter_chart(
+            points, xlabel="optimizer state (MB)", ylabel="held-out loss (nats/token)", axes=right
+        )
+        return figure
+
     def add_to(self, page: Page) -> None:
-        """Adds the table, loss against steps and loss against optimizer bytes."""
+        """Adds the table, loss against steps and against optimizer bytes, and the speeds."""
         from effml import report
 
         any_model = next(iter(self.models.values()))
@@ -133,28 +151,11 @@ class TrainingResult:
             "benchmarks/pipeline_rates.py."
         )
         page.add_table(self.rows(), best={"held-out loss (nats/token)": "min", "state (MB)": "min"})
-        held_out = {
-            name: (curve["held_out_step"], curve["held_out"])
-            for name, curve in self.curves().items()
-            if curve["held_out"]
-        }
-        if held_out:
-            page.add_figure(
-                report.line_chart(held_out, xlabel="training step", ylabel="held-out loss (nats/token)"),
-                alt="Held-out loss against training steps, one line for each optimizer",
-                caption="Loss on held-out files while training.",
-            )
         page.add_figure(
-            report.scatter_chart(
-                {
-                    name: (trained.optimizer_bytes / 1e6, trained.held_out["nats_per_token"])
-                    for name, trained in self.models.items()
-                },
-                xlabel="optimizer state (MB)",
-                ylabel="held-out loss (nats/token)",
-            ),
-            alt="Held-out loss against bytes of optimizer state, one point for each optimizer",
-            caption="What the optimizer keeps in memory against how well its model predicts: down and left is better.",
+            self.figure(),
+            alt="Held-out loss of each optimizer against training steps, and against bytes of optimizer state",
+            caption="Loss on held-out files while training; and what the optimizer keeps in memory against how well "
+            "its model predicts in the end, where down and left is better.",
         )
         page.add_figure(
             report.bar_chart(

@@ -349,6 +349,10 @@ def test_streams_check_their_arguments_at_once():
     model.tokenizer = ByteTokenizer()
     with pytest.raises(ValueError, match="empty"):
         stream_text(model, "", max_new_tokens=2)
+    with pytest.raises(ValueError, match="stop_ids"):
+        stream_text(model, "a", max_new_tokens=2, stop_ids=(model.config.vocab_size,))
+    with pytest.raises(TypeError, match="max_new_tokens"):
+        stream_text(model, "a", max_new_tokens=2.5)
     with pytest.raises(ValueError, match="at least one"):
         pad_prompts([])
 

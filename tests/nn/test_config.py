@@ -89,3 +89,12 @@ def test_config_dict_with_unknown_or_missing_fields_is_refused():
         TransformerConfig.from_dict({"width": 4})
     with pytest.raises(ValueError, match="rope_scaling lacks factor"):
         TransformerConfig.from_dict({**SMALL.to_dict(), "rope_scaling": {"kind": "linear"}})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"width": "16"}, {"rope_scaling": "x"}, {"num_layers": None}, {"norm_epsilon": [1]}]
+)
+def test_from_dict_names_the_field_whose_value_has_a_wrong_type(fields):
+    plain = TransformerConfig(vocab_size=8, width=16, num_layers=1, num_heads=2, mlp_width=8).to_dict()
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        TransformerConfig.from_dict({**plain, **fields})

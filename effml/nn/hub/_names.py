@@ -161,6 +161,9 @@ def read_params(
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Nests dotted paths again; a level whose keys are 0, 1, … becomes a list.
 
+    Raises:
+        ValueError: if one path is the beginning of another.
+
     Example:
         >>> unflatten({"layers.0.scale": 1, "layers.1.scale": 2, "bias": 3})
         {'layers': [{'scale': 1}, {'scale': 2}], 'bias': 3}
@@ -171,6 +174,10 @@ def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
         node = root
         for part in parents:
             node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"the tensor {path!r} lies below another tensor")
+        if last in node:
+            raise ValueError(f"the tensor {path!r} has other tensors below it")
         node[last] = leaf
 
     def lists(node: Any) -> Any:
