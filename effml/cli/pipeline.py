@@ -17,7 +17,7 @@ class Command:
     config: Annotated[PipelineConfig, tyro.conf.arg(name="")]
 
     def run(self) -> int:
-        """Runs the stages, prints the table and where the report is; returns 1 if a claim does not hold."""
+        """Runs the stages, prints the table and where the report is; `effml run` is what judges claims."""
         from effml import report
         from effml.pipeline import run_pipeline
 
@@ -27,5 +27,4 @@ class Command:
         print(
             f"report: {out / 'report.html'}   result: {out / 'result.json'}   metrics: {out / 'metrics.jsonl'}"
         )
-        # A smoke run shows that everything works; only a full one judges.
-        return 0 if result.holds or self.config.preset == "smoke" else 1
+        return 0

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["LEARNING_RATES", "TrainConfig", "TrainedModel", "measure", "train_model"]
 
 # The best of {1e-3, 3e-3, 1e-2} for each, on the pipeline's model and text: benchmarks/pipeline_rates.py.
-LEARNING_RATES = {"adamw": 3e-3, "muon": 1e-2, "scale": 3e-3}
+LEARNING_RATES = {"adamw": 3e-3, "muon": 1e-2, "scale": 1e-3}
 _EVALUATION_BATCH = 32
 
 
@@ -44,7 +44,7 @@ class TrainConfig:
 
     Example:
         >>> TrainConfig(optimizer="scale", steps=10).rate
-        0.003
+        0.001
     """
 
     data: str = "stdlib"
