@@ -4,7 +4,7 @@ Claim under test: normalising every matrix's gradient per output unit, with mome
 good as Adam at less than half of its bytes; and the head's momentum is what makes the difference to
 normalisation alone.
 
-    python -m experiments.scale --preset cpu        about 8 minutes on two cores
+    python -m experiments.scale --preset cpu        about 10 minutes on two cores
 
 A Llama-style model (width 64, two layers) learns 1.1M tokens of the Python standard library's own source with
 nine optimizers. Each gets three learning rates, the best of which (by the mean of three seeds) counts. The
