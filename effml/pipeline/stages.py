@@ -16,6 +16,7 @@ from effml.pipeline.training import TrainedModel, train_model
 from effml.report import Check, Metric
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from effml.data import Corpus
@@ -120,20 +121,34 @@ class TrainingResult:
             for name, trained in self.models.items()
         }
 
-    def figure(self) -> Figure:
-        """Held-out loss against steps, and final held-out loss against optimizer memory."""
-        from effml.report import figures
+    def loss_chart(self, axes: Axes | None = None) -> Figure:
+        """Held-out loss against steps."""
+        from effml import report
 
-        figure, (left, right) = figures.panels(2)
-        curves = {name: (curve["held_out_step"], curve["held_out"]) for name, curve in self.curves().items()}
-        figures.line_chart(curves, xlabel="training step", ylabel="held-out loss (nats/token)", axes=left)
+        series = {name: (c["held_out_step"], c["held_out"]) for name, c in self.curves().items()}
+        return report.line_chart(
+            series, xlabel="training step", ylabel="held-out loss (nats/token)", axes=axes
+        )
+
+    def memory_chart(self, axes: Axes | None = None) -> Figure:
+        """Final held-out loss against the memory of the optimizer's state."""
+        from effml import report
+
         points = {
             name: (trained.optimizer_bytes / 1e6, trained.held_out["nats_per_token"])
             for name, trained in self.models.items()
         }
-        figures.scatter_chart(
-            points, xlabel="optimizer state (MB)", ylabel="held-out loss (nats/token)", axes=right
+        return report.scatter_chart(
+            points, xlabel="optimizer state (MB)", ylabel="held-out loss (nats/token)", axes=axes
         )
+
+    def figure(self) -> Figure:
+        """Both charts side by side."""
+        from effml.report import figures
+
+        figure, (left, right) = figures.panels(2)
+        self.loss_chart(left)
+        self.memory_chart(right)
         return figure
 
     def add_to(self, page: Page) -> None:
@@ -152,10 +167,15 @@ class TrainingResult:
         )
         page.add_table(self.rows(), best={"held-out loss (nats/token)": "min", "state (MB)": "min"})
         page.add_figure(
-            self.figure(),
-            alt="Held-out loss of each optimizer against training steps, and against bytes of optimizer state",
-            caption="Loss on held-out files while training; and what the optimizer keeps in memory against how well "
-            "its model predicts in the end, where down and left is better.",
+            self.loss_chart(),
+            alt="Held-out loss of each optimizer against training steps",
+            caption="Loss on held-out files while training.",
+        )
+        page.add_figure(
+            self.memory_chart(),
+            alt="Final held-out loss against megabytes of optimizer state, one point for each optimizer",
+            caption="What the optimizer keeps in memory against how well its model predicts in the end: down and left "
+            "is better.",
         )
         page.add_figure(
             report.bar_chart(

@@ -55,7 +55,7 @@ def test_report_is_one_file_with_pictures_and_a_sample(finished):
     config, _ = finished
     reader = Reader()
     reader.feed((config.out / "report.html").read_text(encoding="utf-8"))
-    assert len(reader.images) == 2
+    assert len(reader.images) == 3
     assert (config.out / "figure.png").read_bytes()[:4] == b"\x89PNG"
     assert all(image["src"].startswith("data:image/png;base64,") and image["alt"] for image in reader.images)
     assert all(link.startswith(("data:", "#")) for link in reader.links)
