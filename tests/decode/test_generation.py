@@ -350,9 +350,9 @@ def test_streams_check_their_arguments_at_once():
     with pytest.raises(ValueError, match="empty"):
         stream_text(model, "", max_new_tokens=2)
     with pytest.raises(ValueError, match="stop_ids"):
-        stream_text(model, "a", max_new_tokens=2, stop_ids=(model.config.vocab_size,))
+        stream(model, [1], max_new_tokens=2, stop_ids=(model.config.vocab_size,))
     with pytest.raises(TypeError, match="max_new_tokens"):
-        stream_text(model, "a", max_new_tokens=2.5)
+        stream(model, [1], max_new_tokens=2.5)
     with pytest.raises(ValueError, match="at least one"):
         pad_prompts([])
 
