@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["Evaluation", "evaluate_model", "window_length"]
 
 _WINDOW = 512
-_MOST_ROWS = 65_536
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def evaluate_model(
     if max_tokens is not None:
         tokens = tokens[: max_tokens + 1]
     windows = -(-(len(tokens) - 1) // length)  # a short text needs no rows of padding
-    batch_size = min(batch_size, max(1, windows)) if batch_size <= _MOST_ROWS else batch_size
+    batch_size = min(batch_size, max(1, windows))
     batches = data.evaluation_batches(tokens, batch_size=batch_size, length=length)
 
     @jax.jit

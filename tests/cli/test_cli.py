@@ -297,10 +297,25 @@ def test_a_prompts_file_is_read_as_lines_of_utf8(model, tmp_path, capsys):
     assert "prompts.txt' is not UTF-8" in fails(["generate", model, "--prompts", str(path)], capsys)
 
 
-def test_numbers_too_large_for_the_machine_are_one_line(model, text, tmp_path, capsys):
+def test_numbers_too_large_for_the_machine_are_one_line(model, text, capsys, monkeypatch):
+    from effml import models
+
     assert "32 bits" in fails(["generate", model, "--prompt", "a", "--seed", str(2**70)], capsys)
-    evaluate = ["evaluate", model, "--data", text, "--out", str(tmp_path), "--batch-size", str(10**13)]
-    assert "not enough memory" in fails(evaluate, capsys)
+
+    def load(name):
+        raise MemoryError("8 TiB")
+
+    monkeypatch.setattr(models, "load", load)
+    assert "not enough memory" in fails(["evaluate", model, "--data", text], capsys)
+
+
+def test_evaluate_takes_no_more_windows_at_a_time_than_the_text_has(model, text, tmp_path):
+    words = ["evaluate", model, "--data", text, "--out", str(tmp_path), "--batch-size"]
+    assert main([*words, "1"]) == 0
+    alone = report.Result.load(tmp_path / "result.json").rows[0]["nats_per_token"]
+    assert main([*words, str(10**13)]) == 0
+    together = report.Result.load(tmp_path / "result.json").rows[0]["nats_per_token"]
+    assert together == pytest.approx(alone, rel=1e-5)
 
 
 def test_an_error_of_the_device_is_one_line(model, capsys, monkeypatch):
