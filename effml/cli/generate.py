@@ -51,7 +51,7 @@ class Command:
 
         sampling = self._sampling()
         lines = self._lines()
-        model = models.load(self.model)
+        model = models.load(self.model).for_decoding()
         if model.tokenizer is None:
             raise ValueError(f"model {self.model!r} has no tokenizer, so it can't read a prompt")
         if lines is not None:

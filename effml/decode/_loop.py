@@ -134,9 +134,11 @@ def grow(state: State, capacity: int) -> State:
     """The state with dense caches of a larger capacity."""
 
     def larger(layer: dense.DenseCache) -> dense.DenseCache:
-        pad = [(0, 0)] * layer.keys.ndim
-        pad[-3] = (0, capacity - layer.capacity)
-        return layer._replace(keys=jnp.pad(layer.keys, pad), values=jnp.pad(layer.values, pad))
+        more, kept = (0, capacity - layer.capacity), [(0, 0)] * (layer.keys.ndim - 2)
+        return layer._replace(
+            keys=jnp.pad(layer.keys, [*kept, (0, 0), more]),
+            values=jnp.pad(layer.values, [*kept, more, (0, 0)]),
+        )
 
     return state._replace(
         cache=jax.tree.map(larger, state.cache, is_leaf=lambda node: isinstance(node, dense.DenseCache))
@@ -199,7 +201,9 @@ def write(
     def advance(carry: tuple[Array, Array, State]) -> tuple[Array, Array, State]:
         i, written, state = carry
         out = model.forward(params, state.token[:, None], cache=state.cache, logits_for="last")
-        fed = jnp.where(state.done, 0, 1)
+        # A step that failed commits nothing. That makes the commit depend on the logits, without which XLA
+        # (CPU, JAX 0.10) sees no order between attention's reading and the write, and copies every cache twice.
+        fed = jnp.where(state.done | _failed(out.logits[:, 0]), 0, 1)
         cache = model.commit(params, state.cache, out.keys, out.values, fed)
         state = _choose(state._replace(cache=cache), out.logits[:, 0], key, stop_ids, sampling)
         column = jnp.where(state.done, -1, state.token)
@@ -208,6 +212,10 @@ def write(
     empty = jnp.full((batch, room), -1, jnp.int32)
     _, written, state = jax.lax.while_loop(wanted, advance, (jnp.zeros((), jnp.int32), empty, state))
     return written, state
+
+
+def _failed(logits: Array) -> Array:
+    return jnp.isnan(logits).any(-1)
 
 
 def _choose(
@@ -220,7 +228,7 @@ def _choose(
         row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0]))
         keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, state.step)
     token = sample(keys, logits, sampling)
-    bad = jnp.isnan(logits).any(-1) & ~state.done
+    bad = _failed(logits) & ~state.done
     done = state.done | (token[:, None] == stop_ids).any(-1)
     return State(
         cache=state.cache,

@@ -153,7 +153,7 @@ def block(
     """One block, alone.
 
     Args:
-        layer_params: one layer's parameters.
+        layer_params: one layer's parameters, joined (`join_projections`) or not.
         x: residual stream.
         config: the model's configuration.
         positions: of the rows.
@@ -189,9 +189,14 @@ def block(
     show("residual", x)
     hidden = normalize(x, layer_params["attention_norm"], config.norm, config.norm_epsilon)
     show("attention.input", hidden)
-    query = linear(hidden, weights["query"], "attention.query")
-    key = linear(hidden, weights["key"], "attention.key")
-    value = linear(hidden, weights["value"], "attention.value")
+    if "query_key_value" in weights:
+        joined = linear(hidden, weights["query_key_value"], "attention.query_key_value")
+        queries = config.num_heads * config.head_dim
+        query, key, value = jnp.split(joined, [queries, queries + config.kv_heads * config.head_dim], axis=-1)
+    else:
+        query = linear(hidden, weights["query"], "attention.query")
+        key = linear(hidden, weights["key"], "attention.key")
+        value = linear(hidden, weights["value"], "attention.value")
     query = query.reshape(batch, length, config.num_heads, config.head_dim)
     key = key.reshape(batch, length, config.kv_heads, config.head_dim)
     value = value.reshape(batch, length, config.kv_heads, config.head_dim)
@@ -212,11 +217,15 @@ def block(
     weights = layer_params["mlp"]
     hidden = normalize(x, layer_params["mlp_norm"], config.norm, config.norm_epsilon)
     show("mlp.input", hidden)
-    up = linear(hidden, weights["up"], "mlp.up")
-    if config.mlp == "swiglu":
-        up = jax.nn.silu(linear(hidden, weights["gate"], "mlp.gate")) * up
+    if "gate_up" in weights:
+        gate, up = jnp.split(linear(hidden, weights["gate_up"], "mlp.gate_up"), 2, axis=-1)
+        up = jax.nn.silu(gate) * up
     else:
-        up = jax.nn.gelu(up, approximate=True)
+        up = linear(hidden, weights["up"], "mlp.up")
+        if config.mlp == "swiglu":
+            up = jax.nn.silu(linear(hidden, weights["gate"], "mlp.gate")) * up
+        else:
+            up = jax.nn.gelu(up, approximate=True)
     show("mlp.down.input", up)
     x = residual(x, linear(up, weights["down"], "mlp.down"), "mlp", layer_params)
     return x, BlockOutput(key, value, info, taps)

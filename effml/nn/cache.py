@@ -10,6 +10,7 @@ its rows in place.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -30,9 +31,11 @@ _FLOOR = -1e29
 class DenseCache(NamedTuple):
     """Keys and values of one layer; rows `0 … length - 1` of each sequence are committed.
 
+    Each side lies as its product reads it, so that a step of decoding moves no row but the new one.
+
     Attributes:
-        keys: [batch, capacity, kv_heads, head], rotated.
-        values: [batch, capacity, kv_heads, head].
+        keys: [batch, kv_heads, head, capacity], rotated.
+        values: [batch, kv_heads, capacity, head].
         length: int32[batch], committed rows of each sequence.
     """
 
@@ -43,7 +46,7 @@ class DenseCache(NamedTuple):
     @property
     def capacity(self) -> int:
         """Rows that each sequence has room for."""
-        return self.keys.shape[-3]
+        return self.keys.shape[-1]
 
 
 def init_cache(
@@ -73,17 +76,19 @@ def init_cache(
     Example:
         >>> config = TransformerConfig(vocab_size=256, width=64, num_layers=2, num_heads=4, mlp_width=128)
         >>> [cache.keys.shape for cache in init_cache(config, batch=3, max_length=10)]
-        [(3, 10, 4, 16), (3, 10, 4, 16)]
+        [(3, 4, 16, 10), (3, 4, 16, 10)]
     """
     positive("batch", batch)
     positive("max_length", max_length)
     dtype = jnp.dtype(config.compute_dtype if dtype is None else dtype)
     lead = (config.num_layers,) if stacked else ()
-    shape = (*lead, batch, max_length, config.kv_heads, config.head_dim)
+    rows = (*lead, batch, config.kv_heads)
 
     def empty() -> DenseCache:
         return DenseCache(
-            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((*lead, batch), jnp.int32)
+            jnp.zeros((*rows, config.head_dim, max_length), dtype),
+            jnp.zeros((*rows, max_length, config.head_dim), dtype),
+            jnp.zeros((*lead, batch), jnp.int32),
         )
 
     return empty() if stacked else [empty() for _ in range(config.num_layers)]
@@ -129,10 +134,10 @@ def attend(
     kv_heads = k_new.shape[2]
     grouped = query.reshape(batch, new, kv_heads, heads // kv_heads, head)
 
-    def scores(keys: Array, visible: Array) -> Array:
+    def scores(keys: Array, layout: str, visible: Array) -> Array:
         # The order bktgs is the product's own output order, so the largest array is never transposed.
         raw = jnp.einsum(
-            "btkgh,bskh->bktgs", grouped, keys.astype(query.dtype), preferred_element_type=jnp.float32
+            f"btkgh,{layout}->bktgs", grouped, keys.astype(query.dtype), preferred_element_type=jnp.float32
         )
         return jnp.where(visible, raw * scale, _MASKED)
 
@@ -140,21 +145,21 @@ def attend(
         visible = jnp.tril(jnp.ones((new, new), bool))[None, None, :, None, :]
     else:
         visible = mask_new[:, None, :, None, :]
-    parts = [(scores(k_new, visible), v_new)]
+    parts = [(scores(k_new, "bskh", visible), v_new, "bskh")]
     if cache is not None:
-        committed = jnp.arange(cache.capacity) < cache.length[:, None]
-        parts.append((scores(cache.keys, committed[:, None, None, None, :]), cache.values))
+        committed = (jnp.arange(cache.capacity) < cache.length[:, None])[:, None, None, None, :]
+        parts.append((scores(cache.keys, "bkhs", committed), cache.values, "bksh"))
 
     peak = jnp.full((), _FLOOR, jnp.float32)
-    for part, _ in parts:
+    for part, *_ in parts:
         peak = jnp.maximum(peak, jax.lax.stop_gradient(part.max(-1, keepdims=True)))
     total = jnp.zeros((), jnp.float32)
     output = jnp.zeros((), jnp.float32)
-    for part, values in parts:
+    for part, values, layout in parts:
         weights = jnp.exp(part - peak)
         total += weights.sum(-1, keepdims=True)
         output += jnp.einsum(
-            "bktgs,bskh->bktgh",
+            f"bktgs,{layout}->bktgh",
             weights.astype(query.dtype),
             values.astype(query.dtype),
             preferred_element_type=jnp.float32,
@@ -188,9 +193,9 @@ def append(
             has no room left for its rows.
 
     Example:
-        >>> cache = DenseCache(jnp.zeros((1, 4, 1, 2)), jnp.zeros((1, 4, 1, 2)), jnp.zeros(1, jnp.int32))
+        >>> cache = DenseCache(jnp.zeros((1, 1, 2, 4)), jnp.zeros((1, 1, 4, 2)), jnp.zeros(1, jnp.int32))
         >>> cache = append(cache, jnp.ones((1, 3, 1, 2)), jnp.ones((1, 3, 1, 2)), counts=jnp.array([2]))
-        >>> cache.length.tolist(), cache.keys[0, :, 0, 0].tolist()
+        >>> cache.length.tolist(), cache.keys[0, 0, 0].tolist()
         ([2], [1.0, 1.0, 0.0, 0.0])
     """
     if rows is not None:
@@ -210,15 +215,19 @@ def append(
     offset = jnp.arange(new) - (cache.length - start)[:, None]
     replace = (offset >= 0) & (offset < added[:, None])
 
-    def write(old: Array, update: Array, begin: Array, offset: Array, replace: Array) -> Array:
-        window = jax.lax.dynamic_slice_in_dim(old, begin, new, axis=0)
-        shifted = update if new == 1 else jnp.take(update, jnp.clip(offset, 0, new - 1), axis=0)
-        merged = jnp.where(replace[:, None, None], shifted.astype(old.dtype), window)
-        return jax.lax.dynamic_update_slice_in_dim(old, merged, begin, axis=0)
+    def write(old: Array, update: Array, begin: Array, offset: Array, replace: Array, axis: int) -> Array:
+        window = jax.lax.dynamic_slice_in_dim(old, begin, new, axis=axis)
+        shifted = update if new == 1 else jnp.take(update, jnp.clip(offset, 0, new - 1), axis=axis)
+        replace = jnp.expand_dims(replace, [d for d in range(old.ndim) if d != axis])
+        merged = jnp.where(replace, shifted.astype(old.dtype), window)
+        return jax.lax.dynamic_update_slice_in_dim(old, merged, begin, axis=axis)
 
-    def commit(old: Array, update: Array) -> Array:
+    def commit(old: Array, update: Array, axis: int) -> Array:
+        one = functools.partial(write, axis=axis)
         if old.shape[0] == 1:  # without vmap this stays a slice update, which runs in place
-            return write(old[0], update[0], start[0], offset[0], replace[0])[None]
-        return jax.vmap(write)(old, update, start, offset, replace)
+            return one(old[0], update[0], start[0], offset[0], replace[0])[None]
+        return jax.vmap(one)(old, update, start, offset, replace)
 
-    return DenseCache(commit(cache.keys, k), commit(cache.values, v), jnp.minimum(length, capacity))
+    keys = commit(cache.keys, k.transpose(0, 2, 3, 1), axis=2)
+    values = commit(cache.values, v.transpose(0, 2, 1, 3), axis=1)
+    return DenseCache(keys, values, jnp.minimum(length, capacity))

@@ -49,7 +49,14 @@ from effml.nn._block import (
     sum_residual,
 )
 from effml.nn._config import RopeScaling, TransformerConfig
-from effml.nn._params import init_params, is_scanned, param_count, stack_layers, unstack_layers
+from effml.nn._params import (
+    init_params,
+    is_scanned,
+    join_projections,
+    param_count,
+    stack_layers,
+    unstack_layers,
+)
 from effml.nn.attention import AttentionInputs, dense_attention, rope_tables
 
 __all__ = [
@@ -65,6 +72,7 @@ __all__ = [
     "forward",
     "forward_cached",
     "init_params",
+    "join_projections",
     "next_token_loss",
     "param_count",
     "plain_linear",

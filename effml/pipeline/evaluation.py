@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +57,22 @@ def window_length(loaded: Any) -> int:
     return int(loaded.extra.get("trained_length", _WINDOW))
 
 
+def _window_loss(
+    params: Any, batch: Mapping[str, Any], *, forward: Callable[..., Any], bound: Any, prefix: tuple[int, ...]
+) -> tuple[Any, dict[str, Any]]:
+    """Weighted mean nats per token of windows that are read behind `prefix`."""
+    import jax
+    import jax.numpy as jnp
+
+    begin = jnp.broadcast_to(jnp.array(prefix, jnp.int32), (batch["tokens"].shape[0], len(prefix)))
+    read = jnp.concatenate([begin, batch["tokens"][:, :-1]], axis=1)
+    logits = forward(params, read, **dict(bound)).logits[:, len(prefix) :]
+    targets = jnp.take_along_axis(logits, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - targets
+    weights = batch["weights"]
+    return (losses * weights).sum() / jnp.maximum(weights.sum(), 1.0), {"tokens": weights.sum()}
+
+
 def evaluate_model(
     loaded: LoadedModel,
     corpus: Corpus,
@@ -104,15 +122,14 @@ def evaluate_model(
     batch_size = min(batch_size, max(1, windows))
     batches = data.evaluation_batches(tokens, batch_size=batch_size, length=length)
 
-    @jax.jit
-    def score(params, batch):
-        begin = jax.numpy.broadcast_to(prefix, (batch["tokens"].shape[0], len(prefix)))
-        read = jax.numpy.concatenate([begin, batch["tokens"][:, :-1]], axis=1)
-        logits = loaded.forward(params, read).logits[:, len(prefix) :]
-        targets = jax.numpy.take_along_axis(logits, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
-        losses = jax.nn.logsumexp(logits, axis=-1) - targets
-        weights = batch["weights"]
-        return (losses * weights).sum() / jax.numpy.maximum(weights.sum(), 1.0), {"tokens": weights.sum()}
+    forward, bound = loaded.forward, ()
+    if isinstance(forward, functools.partial) and not forward.args:
+        # Opened, so that models of one configuration share a compiled program.
+        forward, bound = forward.func, tuple(sorted(forward.keywords.items()))
+    prefix_ids = tuple(map(int, prefix))
+    score = train.make_eval_step(
+        functools.partial(_window_loss, forward=forward, bound=bound, prefix=prefix_ids)
+    )
 
     jax.block_until_ready(score(loaded.params, batches[0]))
     started = time.perf_counter()

@@ -330,7 +330,7 @@ def serve_best(run: PipelineRun) -> ServeResult:
     from effml import models as model_folders
 
     evaluated = run.result(EvaluationResult)
-    loaded = model_folders.load(str(evaluated.folders[evaluated.best]))
+    loaded = model_folders.load(str(evaluated.folders[evaluated.best])).for_decoding()
     assert loaded.tokenizer is not None
     prompt = data.encode_prompt(loaded.tokenizer, run.config.prompt)[None]
     ways = {

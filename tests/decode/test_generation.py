@@ -1,4 +1,5 @@
 import functools
+import re
 import types
 
 import chex
@@ -180,6 +181,25 @@ def test_two_loads_of_one_model_share_their_programs():
     frozen = [_loop.freeze(model.forward, model.config, None, None, None) for model in (first, second)]
     assert frozen[0] == frozen[1]
     assert hash(frozen[0]) == hash(frozen[1])
+
+
+def test_a_step_of_writing_copies_no_cache():
+    """The row of a token is written in place, and no side of the cache is turned around to be read."""
+    model = make_model()
+    frozen = _loop.freeze(model.forward, model.config, None, None, None)
+    greedy, no_stop = SamplingConfig(), jnp.zeros((0,), jnp.int32)
+    prompt, length = jnp.array([PROMPTS[0]]), jnp.array([3])
+    state = _loop.prefill(
+        model.params, prompt, length, None, no_stop, model=frozen, sampling=greedy, capacity=128
+    )
+    lowered = _loop.write.lower(
+        model.params, state, None, no_stop, jnp.int32(8), model=frozen, sampling=greedy, room=8
+    )
+    text = lowered.compile().as_text()
+    heads, size = CONFIG.kv_heads, CONFIG.head_dim
+    sides = rf"f32\[1,(?:{heads},{size},128|{heads},128,{size})\]"
+    assert re.search(rf"= {sides}\S* fusion\(", text)  # the write
+    assert not re.findall(rf"= {sides}\S* (?:copy|transpose)\(", text)
 
 
 def test_the_text_in_a_batch_is_the_text_alone():

@@ -33,7 +33,16 @@ def random_cache(lengths, capacity=6, kv_heads=2, head=4, seed=0):
     """Rows past the length hold garbage, as they do after padded or refused rows."""
     shape = (len(lengths), capacity, kv_heads, head)
     keys, values = np.random.default_rng(seed).normal(0, 2, (2, *shape)).astype(np.float32)
-    return DenseCache(jnp.asarray(keys), jnp.asarray(values), jnp.array(lengths, jnp.int32))
+    return DenseCache(
+        jnp.asarray(keys.transpose(0, 2, 3, 1)),
+        jnp.asarray(values.transpose(0, 2, 1, 3)),
+        jnp.array(lengths, jnp.int32),
+    )
+
+
+def rows_of(cache):
+    """Keys and values as [batch, capacity, kv_heads, head]."""
+    return np.asarray(cache.keys).transpose(0, 3, 1, 2), np.asarray(cache.values).transpose(0, 2, 1, 3)
 
 
 def random_rows(batch, new, heads=4, kv_heads=2, head=4, seed=1):
@@ -45,18 +54,14 @@ def random_rows(batch, new, heads=4, kv_heads=2, head=4, seed=1):
 def oracle_attend(query, cache, k_new, v_new, mask, scale):
     query, k_new, v_new = (np.asarray(x, np.float64) for x in (query, k_new, v_new))
     out = np.zeros_like(query)
+    keys, values = (side.astype(np.float64) for side in rows_of(cache)) if cache else (None, None)
     batch, new, heads, _ = query.shape
     for b in range(batch):
         for t in range(new):
             for h in range(heads):
                 g = h // (heads // k_new.shape[2])
-                rows = [
-                    (
-                        np.asarray(cache.keys[b, s, g], np.float64),
-                        np.asarray(cache.values[b, s, g], np.float64),
-                    )
-                    for s in range(int(cache.length[b]) if cache else 0)
-                ]
+                committed = range(int(cache.length[b]) if cache else 0)
+                rows = [(keys[b, s, g], values[b, s, g]) for s in committed]
                 rows += [(k_new[b, s, g], v_new[b, s, g]) for s in range(new) if mask[b, t, s]]
                 if rows:
                     weights = np.array([np.exp(query[b, t, h] @ k * scale) for k, _ in rows])
@@ -81,9 +86,9 @@ def test_attend_is_the_softmax_over_committed_and_new_rows(lengths, masked):
 def test_rows_past_the_length_have_no_influence():
     cache = random_cache([0, 2, 5])
     query, key, value = random_rows(3, 3)
-    past = jnp.arange(6)[None, :, None, None] >= cache.length[:, None, None, None]
+    past = (jnp.arange(6) >= cache.length[:, None])[:, None, None]
     poisoned = cache._replace(
-        keys=jnp.where(past, 1e4, cache.keys), values=jnp.where(past, 1e4, cache.values)
+        keys=jnp.where(past, 1e4, cache.keys), values=jnp.where(past.mT, 1e4, cache.values)
     )
     expected = attend(query, cache, key, value, scale=0.5)
     np.testing.assert_array_equal(attend(query, poisoned, key, value, scale=0.5), expected)
@@ -128,11 +133,13 @@ def test_append_behaves_as_a_list_of_rows(batch):
                 if len(model[b]) < capacity:
                     model[b].append((key[b, row], value[b, row]))
             assert int(cache.length[b]) == len(model[b])
+            now, then = rows_of(cache), rows_of(before)
             for s, (k, v) in enumerate(model[b]):
-                np.testing.assert_array_equal(cache.keys[b, s], k)
-                np.testing.assert_array_equal(cache.values[b, s], v)
+                np.testing.assert_array_equal(now[0][b, s], k)
+                np.testing.assert_array_equal(now[1][b, s], v)
             free = slice(len(model[b]), None)  # what was not committed was not written
-            np.testing.assert_array_equal(cache.keys[b, free], before.keys[b, free])
+            for side in range(2):
+                np.testing.assert_array_equal(now[side][b, free], then[side][b, free])
     assert max(map(len, model)) == capacity
 
 
@@ -141,7 +148,8 @@ def test_append_of_all_rows_near_the_end_keeps_committed_rows():
     cache = random_cache([4])
     _, key, value = random_rows(1, 4)
     new = append(cache, key, value, counts=jnp.array([2]))
-    np.testing.assert_array_equal(new.keys[0], jnp.concatenate([cache.keys[0, :4], key[0, :2]]))
+    expected = np.concatenate([rows_of(cache)[0][0, :4], key[0, :2]])
+    np.testing.assert_array_equal(rows_of(new)[0][0], expected)
     assert new.length.tolist() == [6]
 
 

@@ -12,7 +12,9 @@ import pytest
 
 from effml.nn.transformer import (
     TransformerConfig,
+    forward,
     init_params,
+    join_projections,
     param_count,
     stack_layers,
     unstack_layers,
@@ -90,3 +92,27 @@ def test_stacking_and_unstacking_are_inverse_and_refuse_unlike_layers():
     params["layers"][1]["mlp"]["up"]["kernel"] = jnp.zeros((16, 25))
     with pytest.raises(ValueError, match="layer 1 differs"):
         stack_layers(params)
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "biased"])
+def test_joined_projections_compute_the_same(name, scanned):
+    config = changed(qkv_bias=True, mlp_bias=True, num_kv_heads=2) if name == "biased" else VARIANTS[name]
+    params = init_params(jax.random.key(0), config, scanned=scanned)
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    joined = join_projections(params)
+    layer = joined["layers"] if scanned else joined["layers"][1]
+    assert "query" not in layer["attention"]
+    assert ("up" in layer["mlp"]) == (config.mlp == "gelu")
+    chex.assert_trees_all_equal(join_projections(joined), joined)
+    tokens = jnp.array([[3, 1, 4, 1, 5, 9]])
+    run = jax.jit(forward, static_argnums=2)
+    expected = run(params, tokens, config).logits
+    np.testing.assert_allclose(run(joined, tokens, config).logits, expected, atol=2e-5)
+
+
+def test_projections_that_are_not_plain_kernels_are_refused_by_name():
+    params = init_params(jax.random.key(0), SMALL)
+    params["layers"][1]["mlp"]["gate"] = {"signs": jnp.zeros(3)}
+    with pytest.raises(ValueError, match=r"gate, up hold .*signs"):
+        join_projections(params)

@@ -9,6 +9,7 @@ from effml import models
 from effml.data import BpeTokenizer, encode_corpus, load_corpus
 from effml.nn.transformer import TransformerConfig, forward, init_params
 from effml.pipeline import evaluate_model
+from effml.train.step import _make_eval_step
 
 LENGTH = 12
 
@@ -61,3 +62,12 @@ def test_every_window_is_read_behind_the_prefix_and_every_token_is_scored_once(l
     text = loaded.tokenizer.decode(tokens[1:]).encode()
     assert measured.nats_per_byte == pytest.approx(np.sum(expected) / len(text), rel=1e-5)
     assert measured.perplexity == pytest.approx(np.exp(np.mean(expected)), rel=1e-4)
+
+
+def test_two_loads_of_one_configuration_share_a_compiled_program(loaded, corpus):
+    before = _make_eval_step.cache_info()
+    for _ in range(2):
+        evaluate_model(models.load(loaded.source), corpus, length=8, batch_size=2)
+    after = _make_eval_step.cache_info()
+    assert after.misses - before.misses <= 1
+    assert after.hits - before.hits >= 1
