@@ -10,3 +10,22 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def pytest_configure(config):
+    """Property tests are not judged by their seconds: the first example of many compiles."""
+    import hypothesis
+
+    hypothesis.settings.register_profile("effml", deadline=None)
+    hypothesis.settings.load_profile("effml")
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Lets go of a folder's compiled programs, which would add up to gigabytes over the whole run."""
+    if nextitem is not None and nextitem.path.parent != item.path.parent:
+        import gc
+
+        import jax
+
+        jax.clear_caches()
+        gc.collect()

@@ -1,6 +1,6 @@
 """Finds the learning rate of each optimizer on the pipeline's model and text: the same grid for all of them.
 
-    python -m benchmarks.pipeline_rates          about 12 minutes on two cores
+    python -m benchmarks.pipeline_rates          about 20 minutes on two cores
 
 Trains the pipeline's model with every optimizer at every rate (one seed, not the pipeline's own) and writes the
 held-out losses to benchmarks/results/pipeline_rates.json. `effml.pipeline.LEARNING_RATES` holds the best of each.

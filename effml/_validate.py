@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["count", "missing_package", "one_of", "positive", "seed_in_range"]
+__all__ = ["count", "floating_dtype", "missing_package", "one_of", "positive", "seed_in_range"]
 
 
 def one_of(argument: str, value: str, allowed: Iterable[str]) -> str:
@@ -67,6 +67,29 @@ def count(argument: str, value: Any) -> int:
             positive(argument, value)
         raise TypeError(f"{argument}={value!r} must be an integer") from None
     return int(positive(argument, whole))
+
+
+def floating_dtype(argument: str, value: Any) -> Any:
+    """Returns `value` as a dtype if it is a floating-point one, else raises naming `argument`. None stays None.
+
+    Raises:
+        ValueError: if it is another dtype, or no dtype.
+
+    Example:
+        >>> floating_dtype("mu_dtype", "bfloat16")
+        dtype(bfloat16)
+    """
+    if value is None:
+        return None
+    import jax.numpy as jnp
+
+    try:
+        dtype = jnp.dtype(value)
+    except (TypeError, ValueError, SyntaxError):
+        raise ValueError(f"{argument}={value!r} is no dtype") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{argument}={dtype.name!r} must be a floating-point dtype")
+    return dtype
 
 
 def seed_in_range(value: int) -> int:

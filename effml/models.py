@@ -76,8 +76,9 @@ class LoadedModel:
         kinds come back unchanged. Saving and quantising want the separate kernels.
 
         Example:
-            >>> LoadedModel("tiny", "packed", None, {}, None, None, lambda params, tokens: tokens, 0, "").for_decoding().kind
-            'packed'
+            >>> model = LoadedModel("tiny", "packed", None, {}, None, None, lambda params, tokens: tokens, 0, "")
+            >>> model.for_decoding() is model
+            True
         """
         if self.kind != "dense":
             return self

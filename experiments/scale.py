@@ -20,23 +20,33 @@ its head update is measured at vocabulary 8192 too.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from effml import data, report, trees
+from effml import report, trees
 from effml.nn import transformer
-from effml.optimize import make_optimizer, memory_report, normalize_columns, scale
+from effml.optimize import memory_report, normalize_columns
 from effml.report import Check, MethodCard, Result
-from effml.train import schedule
+from experiments import _language_model
+from experiments._language_model import (
+    GPU,
+    GRID,
+    SMOKE,
+    LanguageModelConfig,
+    Recipe,
+    Trainer,
+    batch_starts,
+    load_tokens,
+    windows,
+    with_vectors,
+)
 
 METHOD = MethodCard(
     name="scale",
@@ -49,36 +59,19 @@ METHOD = MethodCard(
     ),
     module="effml.optimize",
     paper=("Memory-Efficient LLM Pretraining via Minimalist Optimizer Design", "2506.16659"),
-    minutes={"smoke": 0.15, "cpu": 8.0, "gpu": 3.0},
+    minutes={"smoke": 0.15, "cpu": 10.0, "gpu": 3.0},
     headline="{scale_loss:.2f} nats vs Adam's {adam_loss:.2f} at {scale_bytes:.2f} of its bytes",
 )
 
-GRID = (1e-3, 3e-3, 1e-2)
-VECTOR_RATE = 3e-3
-
 
 @dataclass(frozen=True)
-class Config:
+class Config(LanguageModelConfig):
     """Sizes of the experiment; the defaults are the `cpu` preset."""
 
-    preset: str = "cpu"
-    seed: int = 0
-    seeds: int = 3
-    steps: int = 400
-    batch: int = 16
-    length: int = 32
-    width: int = 64
-    layers: int = 2
-    mlp_width: int = 176
-    heads: int = 4
-    vocabulary: int = 1024
-    tokens: int = 1_100_000
-    evaluations: int = 20
     small_batch: int = 32
     large_batch: int = 512
     large_vocabulary: int = 8192
     large_steps: int = 100
-    rates: int = 3
     optimizers: tuple[str, ...] = (
         "scale",
         "adam",
@@ -91,83 +84,23 @@ class Config:
         "sgd",
     )
 
-    def model(self, vocabulary: int | None = None) -> transformer.TransformerConfig:
-        """The model under test: untied head, so that the head's momentum is the head's alone."""
-        return transformer.TransformerConfig(
-            vocab_size=vocabulary or self.vocabulary,
-            width=self.width,
-            num_layers=self.layers,
-            num_heads=self.heads,
-            mlp_width=self.mlp_width,
-            max_length=self.length,
-            tied_head=False,
-        )
-
 
 PRESETS = {
     "smoke": Config(
-        preset="smoke",
-        seeds=1,
-        steps=8,
-        batch=4,
-        length=8,
-        width=16,
-        layers=1,
-        mlp_width=32,
-        heads=2,
-        vocabulary=256,
-        tokens=20_000,
-        evaluations=2,
+        **SMOKE,
         small_batch=2,
         large_batch=8,
         large_vocabulary=256,
         large_steps=2,
-        rates=2,
         optimizers=("scale", "adam"),
     ),
     "cpu": Config(),
-    "gpu": Config(
-        preset="gpu",
-        steps=1000,
-        batch=64,
-        length=128,
-        width=256,
-        layers=4,
-        mlp_width=704,
-        heads=4,
-        tokens=4_000_000,
-    ),
+    "gpu": Config(**GPU),
 }
 
 
-class Recipe(NamedTuple):
-    """How one optimizer is made and which peak learning rates it is tuned over.
-
-    make(rate, vector_rate) takes schedules. `vmapped` = the runs may go in parallel on an accelerator; under
-    vmap a condition runs both branches, which for GaLore means an SVD at every step.
-    """
-
-    make: Callable[[Any, Any], optax.GradientTransformation]
-    grid: tuple[float, ...] = GRID
-    vmapped: bool = True
-
-
-def _with_vectors(weights: optax.GradientTransformation, vector_rate: Any) -> optax.GradientTransformation:
-    """`weights` for matrices, embedding and head; Adam for vectors."""
-    return optax.partition(
-        {"weights": weights, "vector": optax.adam(vector_rate)},
-        lambda params: jax.tree.map(
-            lambda role: "vector" if role == "vector" else "weights", trees.parameter_roles(params)
-        ),
-    )
-
-
-def _sgd(momentum: float | None, rate: Any, vector_rate: Any) -> optax.GradientTransformation:
-    return _with_vectors(optax.sgd(rate, momentum=momentum), vector_rate)
-
-
 def _column(rate: Any, vector_rate: Any) -> optax.GradientTransformation:
-    return _with_vectors(optax.chain(normalize_columns(), optax.scale_by_learning_rate(rate)), vector_rate)
+    return with_vectors(optax.chain(normalize_columns(), optax.scale_by_learning_rate(rate)), vector_rate)
 
 
 def row_axes(updates: Any) -> Any:
@@ -180,201 +113,14 @@ def row_axes(updates: Any) -> Any:
 
 def _row(rate: Any, vector_rate: Any) -> optax.GradientTransformation:
     rows = optax.chain(normalize_columns(row_axes), optax.scale_by_learning_rate(rate))
-    return _with_vectors(rows, vector_rate)
-
-
-def _scale(rate: Any, vector_rate: Any) -> optax.GradientTransformation:
-    return scale(rate, adam_learning_rate=vector_rate)
-
-
-def _adam(rate: Any, vector_rate: Any) -> optax.GradientTransformation:
-    return _with_vectors(optax.adam(rate, b1=0.9, b2=0.95), vector_rate)
-
-
-def _muon(rate: Any, vector_rate: Any) -> optax.GradientTransformation:
-    return make_optimizer("muon", learning_rate=rate, vector_learning_rate=vector_rate)
-
-
-def _adafactor(rate: Any, vector_rate: Any) -> optax.GradientTransformation:
-    weights = optax.adafactor(rate, min_dim_size_to_factor=8, multiply_by_parameter_scale=False)
-    return _with_vectors(weights, vector_rate)
-
-
-def _galore(rate: Any, vector_rate: Any) -> optax.GradientTransformation:
-    """Rank width/4 on hidden matrices, Adam on embedding and head, as its authors use it."""
-
-    def make(params: Any) -> optax.GradientTransformation:
-        roles = trees.parameter_roles(params)
-        rank = max(1, min(leaf.shape[-2] for leaf in jax.tree.leaves(params) if leaf.ndim == 2) // 4)
-        return optax.partition(
-            {
-                "matrix": optax.contrib.galore(rate, rank=rank, update_proj_gap=50, scale=1.0),
-                "tables": optax.adam(rate, b1=0.9, b2=0.95),
-                "vector": optax.adam(vector_rate),
-            },
-            jax.tree.map(lambda role: "tables" if role in ("embedding", "head") else role, roles),
-        )
-
-    return optax.GradientTransformation(
-        lambda params: make(params).init(params),
-        lambda updates, state, params=None: make(params).update(updates, state, params),
-    )
+    return with_vectors(rows, vector_rate)
 
 
 RECIPES: dict[str, Recipe] = {
-    "scale": Recipe(_scale),
-    "adam": Recipe(_adam),
+    **_language_model.RECIPES,
     "column norm only": Recipe(_column),
     "row norm only": Recipe(_row),
-    "muon": Recipe(_muon),
-    "adafactor": Recipe(_adafactor),
-    "galore": Recipe(_galore, vmapped=False),
-    "sgd momentum": Recipe(functools.partial(_sgd, 0.9), (0.03, 0.1, 0.3)),
-    "sgd": Recipe(functools.partial(_sgd, None), (0.3, 1.0, 3.0)),
 }
-
-
-class Tokens(NamedTuple):
-    """A tokenized corpus: train int32[n], held_out int32[batches, batch, length + 1] with weights."""
-
-    train: np.ndarray
-    held_out: np.ndarray
-    weights: np.ndarray
-    vocabulary: int
-
-
-def load_tokens(config: Config, vocabulary: int) -> Tokens:
-    """The standard library's source as byte-pair tokens, nine parts of it for training."""
-    # A token of these vocabularies is 2 to 4 bytes of source; too much text is cut after encoding.
-    corpus = data.load_corpus("stdlib", max_bytes=5 * config.tokens)
-    tokenizer: Any = data.ByteTokenizer()
-    if vocabulary > tokenizer.vocab_size:
-        tokenizer = data.BpeTokenizer.train((text for _, text in corpus.text("train")), vocabulary)
-    held_out_size = config.tokens // 10
-    train = np.asarray(data.encode_corpus(corpus, "train", tokenizer))[: config.tokens - held_out_size]
-    held_out = np.asarray(data.encode_corpus(corpus, "held_out", tokenizer))[:held_out_size]
-    windows = data.evaluation_batches(held_out, batch_size=4 * config.batch, length=config.length)
-    return Tokens(
-        train,
-        np.stack([window["tokens"] for window in windows]),
-        np.stack([window["weights"] for window in windows]),
-        tokenizer.vocab_size,
-    )
-
-
-def batch_starts(config: Config, tokens: Tokens, seed: int, steps: int) -> np.ndarray:
-    """int32[steps, batch]: where each window of each batch begins; one order per seed for all optimizers."""
-    return np.random.default_rng(seed).integers(
-        0, len(tokens.train) - config.length, (steps, config.batch), dtype=np.int32
-    )
-
-
-def windows(train: jax.Array, starts: jax.Array, config: Config) -> jax.Array:
-    """int32[batch, length + 1] tokens."""
-    return train[starts[:, None] + jnp.arange(config.length + 1)]
-
-
-def _schedules(rate: Any, steps: int) -> tuple[Any, Any]:
-    shape = schedule("cosine", 1.0, steps, warmup_fraction=0.1, final_fraction=0.1)
-    return (lambda step: rate * shape(step)), (lambda step: VECTOR_RATE * shape(step))
-
-
-class Trainer:
-    """Trains all runs of an optimizer in one compiled program.
-
-    Args:
-        config: the experiment's sizes.
-        tokens: the corpus.
-        steps: length of the runs, `config.steps` by default.
-        vmapped: runs side by side (quicker on an accelerator) instead of one after another (quicker on two
-            cores: 1.4 against 1.7 CPU seconds for ten steps of nine runs); None = by the device.
-    """
-
-    def __init__(self, config: Config, tokens: Tokens, steps: int | None = None, vmapped: bool | None = None):
-        self.config, self.tokens, self.steps = config, tokens, steps or config.steps
-        self.vmapped = jax.default_backend() != "cpu" if vmapped is None else vmapped
-        self.model = config.model(tokens.vocabulary)
-        self.train = jnp.asarray(tokens.train)
-        self._initial = self.jit(lambda seed: transformer.init_params(jax.random.key(seed), self.model))
-        self.evaluate = self.jit(
-            lambda params, batches, weights: jax.lax.map(
-                lambda one: self._held_out_loss(one, batches, weights), params
-            )
-        )
-
-    def jit(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """`jax.jit`, with quick and poor code for the sizes where compiling is all the work."""
-        quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-        return jax.jit(function, compiler_options=quick if self.config.preset == "smoke" else None, **options)
-
-    def initial(self, seed: int) -> Any:
-        """The parameters that every optimizer starts from."""
-        return self._initial(seed)
-
-    def loss(self, params: Any, tokens: jax.Array) -> jax.Array:
-        """Mean nats per token of int32[batch, length + 1]."""
-        return transformer.next_token_loss(params, {"tokens": tokens}, self.model)[0]
-
-    def _held_out_loss(self, params: Any, batches: jax.Array, weights: jax.Array) -> jax.Array:
-        def total(batch: Any) -> jax.Array:
-            tokens, weight = batch
-            loss, _ = transformer.next_token_loss(params, {"tokens": tokens, "weights": weight}, self.model)
-            return loss * weight.sum()
-
-        return jax.lax.map(total, (batches, weights)).sum() / weights.sum()
-
-    def optimizer(self, name: str, rate: Any) -> optax.GradientTransformation:
-        """The recipe `name` on this run's schedule with the peak `rate`."""
-        return RECIPES[name].make(*_schedules(rate, self.steps))
-
-    def advance(self, name: str) -> Callable[..., Any]:
-        """advance(params, state, rate, starts int32[steps, batch]) -> (params, state), for a single run."""
-
-        def run(params: Any, state: Any, rate: jax.Array, starts: jax.Array) -> tuple[Any, Any]:
-            optimizer = self.optimizer(name, rate)
-
-            def step(carry: Any, starts: jax.Array) -> tuple[Any, None]:
-                params, state = carry
-                gradient = jax.grad(self.loss)(params, windows(self.train, starts, self.config))
-                updates, state = optimizer.update(gradient, state, params)
-                return (optax.apply_updates(params, updates), state), None
-
-            return jax.lax.scan(step, (params, state), starts)[0]
-
-        return run
-
-    def grid(self, name: str, watch: Callable[[Any], None] | None = None) -> dict[str, np.ndarray]:
-        """All runs of one optimizer: `loss` [rates, seeds] and `curve` [rates, seeds, evaluations].
-
-        The curve is measured on every sixteenth held-out batch, the final loss on all of them. `watch` is
-        called at every evaluation with the parameters of the run at the second rate with the first seed.
-        """
-        config, recipe = self.config, RECIPES[name]
-        grid, seeds = recipe.grid[: config.rates], range(config.seed, config.seed + config.seeds)
-        pairs = [(rate, seed) for rate in grid for seed in seeds]
-        watched = pairs.index((grid[1], config.seed))
-        rates = jnp.array([rate for rate, _ in pairs], jnp.float32)
-        starts = np.stack([batch_starts(config, self.tokens, seed, self.steps) for _, seed in pairs])
-        first = {seed: self.initial(seed) for seed in seeds}
-        params = jax.tree.map(lambda *leaves: np.stack(leaves), *(first[seed] for _, seed in pairs))
-        init = lambda params, rate: self.optimizer(name, rate).init(params)
-        state = self.jit(jax.vmap(init))(params, rates)
-        one = self.advance(name)
-        side_by_side = self.vmapped and recipe.vmapped
-        every = jax.vmap(one) if side_by_side else lambda *runs: jax.lax.map(lambda run: one(*run), runs)
-        advance = self.jit(every, donate_argnums=(0, 1))
-        held_out, weights = self.tokens.held_out, self.tokens.weights
-        # The first batches come from other files than the last ones, so the curve takes them evenly.
-        part = slice(0, None, 16 if len(held_out) > 16 else 1)
-        curve = []
-        for chunk in np.split(starts, config.evaluations, axis=1):
-            params, state = advance(params, state, rates, chunk)
-            curve.append(self.evaluate(params, held_out[part], weights[part]))
-            if watch is not None:
-                watch(jax.tree.map(lambda leaf: np.array(leaf)[watched], params))
-        loss = np.asarray(self.evaluate(params, held_out, weights))
-        shape = (len(grid), config.seeds)
-        return {"loss": np.float64(loss).reshape(shape), "curve": np.stack(curve, -1).reshape(*shape, -1)}
 
 
 class NoiseProbe:
@@ -464,7 +210,7 @@ def run(config: Config) -> Result:
     """Trains the whole grid, probes the gradients and judges the claim."""
     began = time.perf_counter()
     tokens = load_tokens(config, config.vocabulary)
-    trainer = Trainer(config, tokens)
+    trainer = Trainer(config, tokens, RECIPES)
     shapes = jax.eval_shape(lambda: transformer.init_params(jax.random.key(0), trainer.model))
     result = Result(
         method=METHOD.name, preset=config.preset, seeds=range(config.seed, config.seed + config.seeds)
@@ -498,7 +244,7 @@ def run(config: Config) -> Result:
     result.curves["gradient noise"] = {"steps": steps, "matrices": noise}
     result.summary["head_noisiest_relative"] = head_is_noisiest(noise, "relative")
     result.summary["head_noisiest_absolute"] = head_is_noisiest(noise, "variance")
-    large = Trainer(config, load_tokens(config, config.large_vocabulary), config.large_steps)
+    large = Trainer(config, load_tokens(config, config.large_vocabulary), RECIPES, config.large_steps)
     largest = largest_head_update(large)
     result.summary["row_largest_head_update"] = largest["row"]
     result.summary["column_largest_head_update"] = largest["column"]

@@ -1,9 +1,10 @@
 """Numbers of the user's: what is refused, and in which words."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from effml._validate import count, seed_in_range
+from effml._validate import count, floating_dtype, seed_in_range
 
 
 @pytest.mark.parametrize("value", [1, np.int64(7), np.uint8(3)])
@@ -32,3 +33,15 @@ def test_seeds_that_jax_would_cut_to_another_are_refused():
         seed_in_range(2**32 + 5)
     with pytest.raises(ValueError, match="must not be negative"):
         seed_in_range(-1)
+
+
+def test_floating_dtypes_only():
+    """An integer momentum rounded every small gradient to zero."""
+    assert floating_dtype("mu_dtype", None) is None
+    assert floating_dtype("mu_dtype", "bfloat16") == floating_dtype("mu_dtype", jnp.bfloat16) == jnp.bfloat16
+    for bad in (jnp.int32, bool, "complex64"):
+        with pytest.raises(ValueError, match=r"mu_dtype=.* must be a floating-point dtype"):
+            floating_dtype("mu_dtype", bad)
+    for bad in ("float33", 3, jnp.sin):
+        with pytest.raises(ValueError, match=r"mu_dtype=.* is no dtype"):
+            floating_dtype("mu_dtype", bad)

@@ -6,6 +6,8 @@ EFFML_NUM_PROCESSES and EFFML_PROCESS_ID set, --mesh over all their devices, and
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +25,8 @@ class Command:
     out: Path = Path("runs/train")
     """Folder for the model, its checkpoints and metrics.jsonl."""
     resume: bool = False
-    """Go on from the last checkpoint in the folder, exactly as if the run had not been stopped."""
+    """Go on from the last checkpoint in the folder, exactly as if the run had not been stopped; without further
+    options the run's own are taken."""
     track: str = ""
     """Also send metrics to tensorboard, wandb or trackio."""
 
@@ -33,15 +36,22 @@ class Command:
 
         from effml import train
         from effml.pipeline import train_model
+        from effml.pipeline.training import read_config
 
+        config = self.config
+        if self.resume:
+            config = _with_what_is_given(read_config(self.out), config)
+            print(
+                f"going on with {config.optimizer}, {config.steps:,} steps on {config.data}", file=sys.stderr
+            )
         train.initialize_distributed()
         writes = jax.process_index() == 0
         trackers = _trackers(self.track, self.out) if writes else []
-        trained = train_model(self.config, self.out, resume=self.resume, trackers=trackers)
+        trained = train_model(config, self.out, resume=self.resume, trackers=trackers)
         if not writes:
             return 0 if trained.signal_number is None else 128 + trained.signal_number
         if trained.signal_number is not None:
-            print(f"stopped; go on with the same options and --resume (--out {self.out})")
+            print(f"stopped; go on with: effml train --resume --out {self.out}")
             return 128 + trained.signal_number
         print(
             f"held-out loss {trained.held_out['nats_per_token']:.4f} nats per token "
@@ -50,6 +60,17 @@ class Command:
         )
         print(f"model: {self.out / 'model'}   metrics: {self.out / 'metrics.jsonl'}")
         return 0
+
+
+def _with_what_is_given(before: TrainConfig, given: TrainConfig) -> TrainConfig:
+    """The options of the run before; those that are given now must not change it."""
+    default = TrainConfig()
+    changes = {
+        field.name: getattr(given, field.name)
+        for field in dataclasses.fields(TrainConfig)
+        if getattr(given, field.name) not in (getattr(default, field.name), getattr(before, field.name))
+    }
+    return dataclasses.replace(before, **changes)  # and train_model refuses what differs, by name
 
 
 def _trackers(name: str, folder: Path) -> list[Any]:

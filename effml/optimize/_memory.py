@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ def memory_report(
     optimizer: optax.GradientTransformation,
     params: PyTree,
     *,
-    labels: PyTree | None = None,
+    labels: PyTree | Callable[[PyTree], PyTree] | None = None,
 ) -> dict[str, Any]:
     """Bytes of the parameters and of the optimizer's state, and their sum as a share of Adam's.
 
@@ -32,7 +33,8 @@ def memory_report(
     Args:
         optimizer: any optax transformation.
         params: parameters or a tree of `jax.ShapeDtypeStruct`.
-        labels: roles of the parameters for the table; None = `effml.trees.parameter_roles(params)`.
+        labels: roles of the parameters for the table, a tree like `params` or a function that makes one from
+            their shapes; None = `effml.trees.parameter_roles(params)`.
 
     Returns:
         `param_bytes`, `state_bytes`, `total_bytes`, `adam_bytes` (parameters + state), `ratio_vs_adam`,
@@ -41,7 +43,7 @@ def memory_report(
         another name) is in the row `shared`.
 
     Raises:
-        ValueError: `params` holds no arrays.
+        ValueError: `params` holds no arrays, or `labels` is a tree of another structure.
         TypeError: `optimizer` is not an optax transformation.
 
     Example:
@@ -59,7 +61,16 @@ def memory_report(
     leaves = jax.tree_util.tree_flatten_with_path(shapes)[0]
     if not leaves:
         raise ValueError("params holds no arrays")
-    roles = jax.tree.leaves(trees.parameter_roles(shapes) if labels is None else labels)
+    if labels is None:
+        labels = trees.parameter_roles(shapes)
+    elif callable(labels):
+        labels = labels(shapes)
+    if jax.tree.structure(labels) != jax.tree.structure(shapes):
+        raise ValueError(
+            f"labels is a tree of another structure than params ({len(jax.tree.leaves(labels))} and {len(leaves)} "
+            "leaves); give one role for each parameter, in the same containers"
+        )
+    roles = jax.tree.leaves(labels)
     state = jax.eval_shape(optimizer.init, shapes)
     adam = jax.eval_shape(optax.adam(1.0).init, shapes)
 

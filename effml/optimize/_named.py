@@ -12,9 +12,12 @@ from optax.contrib import muon
 
 from effml import trees
 from effml._validate import one_of
+from effml.optimize._limuon import limuon
+from effml.optimize._normuon import normuon
 from effml.optimize._scale import scale
+from effml.optimize._two_point import with_previous_params
 
-__all__ = ["OPTIMIZERS", "make_optimizer"]
+__all__ = ["OPTIMIZERS", "TWO_POINT", "make_optimizer"]
 
 
 def make_optimizer(
@@ -32,7 +35,9 @@ def make_optimizer(
     | name | matrices | embedding and head | vectors |
     |---|---|---|---|
     | `adamw` | AdamW | AdamW | AdamW, no weight decay |
+    | `limuon` | orthogonalised estimate from two gradients | AdamW | AdamW, no weight decay |
     | `muon` | Muon, rescaled to AdamW's step size (RMS 0.2) | AdamW | AdamW, no weight decay |
+    | `normuon` | orthogonalised, normalised per output neuron | AdamW | AdamW, no weight decay |
     | `scale` | normalised per output unit | the same; momentum on the head | AdamW |
 
     Args:
@@ -44,10 +49,13 @@ def make_optimizer(
             `init`.
         tied_head: the model uses its embedding as the head; None = when it has no head.
         options: passed on: `b1`, `b2` to `adamw`; `beta`, `nesterov`, `ns_steps`, ... to
-            `optax.contrib.muon`; anything `effml.optimize.scale` takes.
+            `optax.contrib.muon`; anything `effml.optimize.limuon`, `effml.optimize.normuon` or
+            `effml.optimize.scale` takes.
 
     Returns:
-        An optax transformation.
+        An optax transformation. Those in `effml.optimize.TWO_POINT` keep the previous parameters
+        (`with_previous_params`) and take `gradient_at`: `extra_args=effml.optimize.second_gradient` of
+        `effml.train.make_step`.
 
     Raises:
         ValueError: unknown name, or arguments the method refuses.
@@ -75,6 +83,19 @@ def _group(kept: Callable[[str], str]) -> Callable[[PyTree], PyTree]:
     return lambda params: jax.tree.map(kept, trees.parameter_roles(params))
 
 
+def _vectors(rate: Any, vector_rate: Any, options: dict[str, Any]) -> optax.GradientTransformation:
+    """AdamW without decay, with the options that a recipe has for its own Adam."""
+    if "labels" in options:
+        raise ValueError(
+            "labels is not taken by make_optimizer, which goes by names; give it to effml.optimize.normuon or limuon"
+        )
+    if vector_rate is None:
+        vector_rate = options.get("adam_learning_rate", rate)
+    return optax.adamw(
+        vector_rate, b1=options.get("adam_b1", 0.9), b2=options.get("adam_b2", 0.95), weight_decay=0.0
+    )
+
+
 def _adamw(rate: Any, vector_rate: Any, weight_decay: float, tied_head: Any, options: dict[str, Any]) -> Any:
     del tied_head
     options = {"b1": 0.9, "b2": 0.95, **options}
@@ -85,6 +106,22 @@ def _adamw(rate: Any, vector_rate: Any, weight_decay: float, tied_head: Any, opt
             "frozen": optax.set_to_zero(),
         },
         _group(lambda role: role if role in ("vector", "frozen") else "weights"),
+    )
+
+
+def _limuon(rate: Any, vector_rate: Any, weight_decay: float, tied_head: Any, options: dict[str, Any]) -> Any:
+    del tied_head
+    options = {"adam_learning_rate": rate, "adam_weight_decay": weight_decay, **options}
+    return with_previous_params(
+        optax.partition(
+            {
+                "weights": limuon(rate, weight_decay=weight_decay, **options),
+                "vector": _vectors(rate, vector_rate, options),
+                "frozen": optax.set_to_zero(),
+            },
+            _group(lambda role: role if role in ("vector", "frozen") else "weights"),
+            mask_compatible_extra_args=True,
+        )
     )
 
 
@@ -112,11 +149,33 @@ def _muon(rate: Any, vector_rate: Any, weight_decay: float, tied_head: Any, opti
     )
 
 
+def _normuon(
+    rate: Any, vector_rate: Any, weight_decay: float, tied_head: Any, options: dict[str, Any]
+) -> Any:
+    del tied_head
+    options = {"adam_learning_rate": rate, "adam_weight_decay": weight_decay, **options}
+    return optax.partition(
+        {
+            "weights": normuon(rate, weight_decay=weight_decay, **options),
+            "vector": _vectors(rate, vector_rate, options),
+            "frozen": optax.set_to_zero(),
+        },
+        _group(lambda role: role if role in ("vector", "frozen") else "weights"),
+    )
+
+
 def _scale(rate: Any, vector_rate: Any, weight_decay: float, tied_head: Any, options: dict[str, Any]) -> Any:
     return scale(
         rate, adam_learning_rate=vector_rate, weight_decay=weight_decay, tied_head=tied_head, **options
     )
 
 
-_MAKERS: dict[str, Callable[..., Any]] = {"adamw": _adamw, "muon": _muon, "scale": _scale}
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "adamw": _adamw,
+    "limuon": _limuon,
+    "muon": _muon,
+    "normuon": _normuon,
+    "scale": _scale,
+}
 OPTIMIZERS: tuple[str, ...] = tuple(_MAKERS)
+TWO_POINT: tuple[str, ...] = ("limuon",)

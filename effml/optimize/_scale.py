@@ -25,9 +25,9 @@ Things to know:
 * Clipping by global norm before `scale` changes only the head and the vectors: matrices without momentum are
   scale free.
 * Average gradients *before* normalising: put `optax.MultiSteps` around `scale`, not inside a chain after it.
-* In bfloat16 without a float32 copy, a step of 1e-4 on a weight of 0.02 is below the spacing of the format
-  (1.2e-4) and is rounded away. Keep the parameters in float32, or round stochastically when adding the
-  update.
+* In bfloat16 without a float32 copy, small steps are rounded away: of weights of size 0.02 (normal), one step
+  leaves 32 % where they were at a rate of 1e-4, 12 % at 3e-4, 4 % at 1e-3. Keep the parameters in float32, or
+  round stochastically when adding the update.
 * A unit whose gradient is all zero gets a zero update. One whose gradient is tiny noise gets a full-sized
   one.
 """
@@ -69,8 +69,9 @@ def normalize_columns(
         u[..., j] = g[..., j] / max(sqrt(mean_i g[i, j]^2), eps)        norm="rms"
         u[..., j] = g[..., j] / max(sqrt(sum_i g[i, j]^2), eps)         norm="l2"
 
-    Norms are taken in float32 whatever the gradient's dtype; the result has the gradient's dtype. Where the
-    input axes are sharded, the compiler sums one number per output unit over the devices.
+    Norms are taken in float32 whatever the gradient's dtype; the result has the gradient's dtype. A unit with
+    an entry above about 1e19, whose square overflows, gets a zero update. Where the input axes are sharded, the
+    compiler sums one number per output unit over the devices.
 
     Args:
         reduction_axes: the input axes. None = by the names and shapes of `effml.trees.dimension_numbers`; an
@@ -102,6 +103,9 @@ def normalize_columns(
     def normalize(update: jax.Array, axes: tuple[int, ...]) -> jax.Array:
         wide = update.astype(jnp.promote_types(update.dtype, jnp.float32))
         size = jnp.sqrt(reduce(jnp.square(wide), axis=axes, keepdims=True))
+        # Changes no digit, but keeps XLA:CPU from fusing the sum into the division, where it runs at half its speed.
+        info = jnp.finfo(size.dtype)
+        size = jax.lax.reduce_precision(size, info.nexp, info.nmant)
         return (wide / jnp.maximum(size, eps)).astype(update.dtype)
 
     def init(params: PyTree) -> optax.EmptyState:

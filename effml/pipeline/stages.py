@@ -59,6 +59,16 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
             source="the bound that the experiment `scale` uses",
         ),
     ),
+    (
+        ("normuon_held_out", "adamw_held_out"),
+        Check(
+            "NorMuon's held-out loss minus AdamW's (nats per token)",
+            lambda result: result.summary["normuon_held_out"] - result.summary["adamw_held_out"],
+            "<=",
+            0.0,
+            source="the bound that the experiment `normuon` uses; one seed here",
+        ),
+    ),
 )
 
 

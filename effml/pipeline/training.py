@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from effml.data import Corpus, Tokenizer
     from effml.nn.transformer import TransformerConfig
 
-__all__ = ["LEARNING_RATES", "TrainConfig", "TrainedModel", "measure", "train_model"]
+__all__ = ["LEARNING_RATES", "TrainConfig", "TrainedModel", "measure", "read_config", "train_model"]
 
 # The best of {1e-3, 3e-3, 1e-2} for each, on the pipeline's model and text: benchmarks/pipeline_rates.py.
-LEARNING_RATES = {"adamw": 3e-3, "muon": 1e-2, "scale": 1e-3}
+LEARNING_RATES = {"adamw": 3e-3, "limuon": 1e-2, "muon": 1e-2, "normuon": 1e-2, "scale": 1e-3}
 _EVALUATION_BATCH = 32
 
 
@@ -50,7 +50,7 @@ class TrainConfig:
     data: str = "stdlib"
     """Text to learn from: a folder, a file, or stdlib (this Python's own library sources)."""
     optimizer: str = "scale"
-    """adamw, muon or scale."""
+    """adamw, limuon, muon, normuon or scale."""
     learning_rate: float | None = None
     """Peak learning rate; None takes the rate tuned for this optimizer on the default model."""
     weight_decay: float = 0.0
@@ -98,7 +98,7 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        from effml.optimize import OPTIMIZERS
+        from effml.optimize import OPTIMIZERS, TWO_POINT
 
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("attention", self.attention, ("full",))
@@ -113,6 +113,11 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} must not be negative (0 turns it off)")
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be finite")
+        if self.clip_norm is not None and self.optimizer in TWO_POINT:
+            raise ValueError(
+                f"clip_norm={self.clip_norm!r} does not go with {self.optimizer}, which compares two gradients of a "
+                "batch: clipping would change one of them only; leave clip_norm out"
+            )
         if self.learning_rate is not None and not math.isfinite(self.learning_rate):
             raise ValueError(f"learning_rate={self.learning_rate!r} must be finite")
         seed_in_range(self.seed)
@@ -186,15 +191,28 @@ def _loss(model: TransformerConfig) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=32)
+def _sharded_loss(model: TransformerConfig, mesh: Mesh) -> Callable[..., Any]:
+    """The same loss; each layer's weights are gathered where they are used, and their gradients are not."""
+    from effml import train
+    from effml.nn.transformer import dense_linear
+
+    return train.fsdp_loss(_loss(model), mesh, linear=dense_linear, dtype=model.compute_dtype)
+
+
+@functools.lru_cache(maxsize=32)
 def _optimizer(
-    name: str, rate: float, schedule: str, steps: int, weight_decay: float
+    name: str, rate: float, schedule: str, steps: int, weight_decay: float, mesh: Mesh | None = None
 ) -> optax.GradientTransformationExtraArgs:
     # Cached, as `_loss` is, because a step compiled for one optimizer object is found again by its identity.
     from effml import train
-    from effml.optimize import make_optimizer
+    from effml.optimize import Distribution, make_optimizer
 
+    options: dict[str, Any] = {}
+    if name in ("limuon", "normuon") and mesh is not None and mesh.shape["fsdp"] > 1:
+        spread = ("data",) if mesh.shape["data"] > 1 else ()
+        options["distribute"] = Distribution(mesh, "fsdp", spread=spread)
     return make_optimizer(
-        name, learning_rate=train.schedule(schedule, rate, steps), weight_decay=weight_decay
+        name, learning_rate=train.schedule(schedule, rate, steps), weight_decay=weight_decay, **options
     )
 
 
@@ -243,6 +261,7 @@ def _train_model(
 
     from effml import data, models, train, trees
     from effml.nn.transformer import init_params, param_count
+    from effml.optimize import TWO_POINT, second_gradient
 
     first_process = jax.process_index() == 0
     if jax.process_count() > 1 and not config.mesh:
@@ -259,10 +278,18 @@ def _train_model(
     batches = data.batches(tokens, batch_size=config.batch_size, length=config.length, seed=config.seed)
 
     mesh = train.make_mesh(train.parse_mesh(config.mesh)) if config.mesh else None
-    loss = _loss(model)
-    optimizer = _optimizer(config.optimizer, config.rate, config.schedule, config.steps, config.weight_decay)
+    split = mesh is not None and mesh.shape["fsdp"] > 1
+    loss = _sharded_loss(model, mesh) if split else _loss(model)
+    optimizer = _optimizer(
+        config.optimizer, config.rate, config.schedule, config.steps, config.weight_decay, mesh
+    )
     step = train.make_step(
-        loss, optimizer, accumulate=config.accumulate, clip_norm=config.clip_norm, mesh=mesh
+        loss,
+        optimizer,
+        accumulate=config.accumulate,
+        clip_norm=config.clip_norm,
+        mesh=mesh,
+        extra_args=second_gradient if config.optimizer in TWO_POINT else None,
     )
     initial = functools.partial(init_params, config=model, scanned=False)
     state = train.init_state(jax.random.key(config.seed), initial, optimizer, mesh=mesh)
@@ -395,20 +422,50 @@ def _refuse_other_run(folder: Path, config: TrainConfig, resume: bool) -> None:
             )
         return
     if not resume:
+        if not any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "model")):
+            return  # stopped before its first step: nothing is lost by beginning again
         raise ValueError(
             f"out={str(folder)!r} already holds a run: give --resume to go on with it, or another folder"
         )
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); give another folder") from error
-    if not isinstance(before, dict):
-        raise ValueError(f"{path} is not the description of a run; give another folder")
+    before = _read_json(path)
     now = json.loads(json.dumps(dataclasses.asdict(config)))
     changed = sorted(name for name in now if before.get(name) != now[name])
     if changed:
         details = ", ".join(f"{name} was {before.get(name)!r}, now {now[name]!r}" for name in changed)
         raise ValueError(f"out={str(folder)!r} holds another run ({details}); resume it with its own options")
+
+
+def read_config(folder: Path) -> TrainConfig:
+    """The configuration of the run in `folder`.
+
+    Raises:
+        ValueError: if the folder holds no run, or one whose options this version does not know.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "train.json").write_text(json.dumps(dataclasses.asdict(TrainConfig(steps=7))))
+        >>> read_config(folder).steps
+        7
+    """
+    path = Path(folder) / "train.json"
+    if not path.exists():
+        raise ValueError(f"out={str(folder)!r} holds no run to resume (there is no train.json)")
+    values = _read_json(path)
+    unknown = sorted(set(values) - {field.name for field in dataclasses.fields(TrainConfig)})
+    if unknown:
+        raise ValueError(f"{path} has options that this version does not know: {', '.join(unknown)}")
+    return TrainConfig(**values)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); give another folder") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not the description of a run; give another folder")
+    return values
 
 
 def _write_json(path: Path, value: Any) -> None:

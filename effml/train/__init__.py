@@ -4,6 +4,8 @@
     fit             the loop: evaluation, checkpoints, writers, signals, a stop at the first bad loss
     Checkpoints     atomic, verified, resumed bit for bit
     make_mesh       data, fsdp and tensor axes over the devices of one or many processes
+    fsdp_loss       a loss whose weights are made whole only where they are used
+    plan            (effml.train.plan) what a step costs on devices that are not here
 
 Nothing here knows a model or a method: any loss over any pytree, any optax transformation.
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 from effml.train._state import TrainState, init_state
 from effml.train.checkpoint import Checkpoints
+from effml.train.gathering import fsdp_loss, gather, gathered_linear
 from effml.train.loop import FitResult, NonFiniteLoss, evaluate, fit
 from effml.train.progress import Progress, ProgressUpdate
 from effml.train.schedules import SCHEDULES, schedule
@@ -66,6 +69,9 @@ __all__ = [
     "batch_sharding",
     "evaluate",
     "fit",
+    "fsdp_loss",
+    "gather",
+    "gathered_linear",
     "init_state",
     "initialize_distributed",
     "make_eval_step",

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, Key, PyTree
 
 from effml.train import sharding
 
-__all__ = ["CACHE_SIZE", "Function", "TrainState", "check_optimizer", "constrain", "init_state"]
+__all__ = ["CACHE_SIZE", "Function", "TrainState", "check_optimizer", "constrain", "init_state", "placement"]
 
 CACHE_SIZE = 32  # compiled programs kept for each kind of function
 
@@ -136,17 +136,28 @@ def _fresh(params: PyTree, optimizer: Any, key: Array, mesh: Mesh | None) -> Tra
     return constrain(TrainState(jnp.int32(0), params, optimizer_state, key, jnp.int32(-1)), mesh)
 
 
+def placement(state: TrainState, mesh: Mesh) -> TrainState:
+    """The sharding of every array of a state, in a state's place: parameters and what belongs to them are split."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def named(specs: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec),
+            specs,
+            is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+        )
+
+    return state._replace(
+        step=whole,
+        params=named(sharding.param_specs(state.params, mesh)),
+        optimizer_state=named(sharding.state_specs(state.optimizer_state, state.params, mesh)),
+        key=whole,
+        first_bad_step=whole,
+    )
+
+
 def constrain(state: TrainState, mesh: Mesh | None) -> TrainState:
     """Inside jit: fixes every array of a state to its place on the mesh."""
     if mesh is None:
         return state
-    whole = NamedSharding(mesh, PartitionSpec())
-    params_specs = sharding.param_specs(state.params, mesh)
-    state_specs = sharding.state_specs(state.optimizer_state, state.params, mesh)
-    return TrainState(
-        jax.lax.with_sharding_constraint(state.step, whole),
-        sharding.shard_tree(state.params, params_specs, mesh),
-        sharding.shard_tree(state.optimizer_state, state_specs, mesh),
-        jax.lax.with_sharding_constraint(state.key, whole),
-        jax.lax.with_sharding_constraint(state.first_bad_step, whole),
-    )
+    return jax.tree.map(jax.lax.with_sharding_constraint, state, placement(state, mesh))

@@ -51,7 +51,7 @@ class NonFiniteLoss(FloatingPointError):
         )
         super().__init__(
             f"the loss or its gradient is not finite at step {step}; {kept}. "
-            "Lower the learning rate, or limit the gradient with clip_norm"
+            "Lower the learning rate, or limit the gradient with clip_norm where the optimizer allows it"
         )
 
 

@@ -38,7 +38,9 @@ class UpdateContext(NamedTuple):
     """What an `extra_args` function may use to make the optimizer's further arguments.
 
     Fields: `step` (updates done so far), `loss`, `params` (before the update), `gradients` (after clipping),
-    `batch` and `key` (of this step).
+    `batch` and `key` (of this step), and `gradient_at`: a function from other parameters to their gradient of
+    the same batch, with the same key and accumulation, which costs as much as the first gradient and nothing
+    if it is not called. It is never clipped, so a step with `clip_norm` refuses it.
     """
 
     step: Int[Array, ""]
@@ -47,6 +49,7 @@ class UpdateContext(NamedTuple):
     gradients: PyTree
     batch: PyTree
     key: Key[Array, ""]
+    gradient_at: Callable[[PyTree], PyTree]
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,10 @@ def _cast(params: PyTree, dtype: str | None) -> PyTree:
     return jax.tree.map(lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
 
 
+def _norm(gradients: PyTree) -> Array:
+    return jnp.sqrt(sum((jnp.sum(g * g) for g in jax.tree.leaves(gradients)), jnp.float32(0)))
+
+
 def _evaluate_loss(
     loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: Array | None, takes_key: bool
 ) -> tuple[Array, dict[str, Any]]:
@@ -146,7 +153,8 @@ def make_step(
             nothing.
         mesh: a mesh of `make_mesh`: parameters and optimizer state are split by `param_specs`, the batch by
             rows.
-        extra_args: makes further keyword arguments for `optimizer.update` from an `UpdateContext`.
+        extra_args: makes further keyword arguments for `optimizer.update` from an `UpdateContext`, a second
+            gradient of the batch among them (`effml.optimize.second_gradient`).
         summed: metrics that add up over the parts of a batch; all others are averaged by weight.
 
     Returns:
@@ -237,19 +245,34 @@ def _make_step(
         key = jax.random.fold_in(state.key, state.step)
         compute = gradients_of if accumulate == 1 else accumulated
         value, metrics, gradients = compute(state.params, batch, key)
-        norm = jnp.sqrt(sum((jnp.sum(g * g) for g in jax.tree.leaves(gradients)), jnp.float32(0)))
+        norm = _norm(gradients)
         if clip_norm is not None:
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
             gradients = jax.tree.map(lambda g: g * scale, gradients)
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
+        finite = jnp.isfinite(value) & jnp.isfinite(norm)
+
+        def gradient_at(params: PyTree) -> PyTree:
+            if clip_norm is not None:
+                raise ValueError(
+                    f"clip_norm={clip_norm!r} would clip one of the two gradients that the optimizer compares, and "
+                    "not the other; leave clip_norm at None"
+                )
+            # One backward pass after the other: their activations need not be alive together.
+            params, _ = jax.lax.optimization_barrier((params, gradients))
+            _, _, others = compute(params, batch, key)
+            return jax.tree.map(lambda g, p: g.astype(p.dtype), others, params)
+
         extra = {}
         if extra_args is not None:
-            context = UpdateContext(state.step, value, state.params, gradients, batch, key)
+            context = UpdateContext(state.step, value, state.params, gradients, batch, key, gradient_at)
             extra = extra_args.function(context)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.params, **extra)
         params = optax.apply_updates(state.params, updates)
 
-        finite = jnp.isfinite(value) & jnp.isfinite(norm)
+        if extra_args is not None:
+            # A second gradient that is not finite shows in what the optimizer made of it.
+            finite &= jnp.isfinite(_norm(updates))
         first_bad = jnp.where(
             (state.first_bad_step < 0) & ~finite, state.step + 1, jnp.asarray(state.first_bad_step, jnp.int32)
         )

@@ -14,7 +14,7 @@ from effml import models
 from effml.pipeline import TrainConfig, train_model
 
 OPTIONS = {"steps": 4, "batch_size": 8, "length": 16, "width": 16, "num_layers": 1, "num_heads": 2}
-OPTIONS |= {"evaluation_tokens": 300, "evaluate_every": 2, "checkpoint_every": 2, "optimizer": "adamw"}
+OPTIONS |= {"evaluation_tokens": 300, "evaluate_every": 2, "checkpoint_every": 2, "optimizer": "normuon"}
 
 
 @pytest.fixture(scope="module")

@@ -48,8 +48,8 @@ def test_a_check_that_fails_is_reported_by_the_exit_code(result, tmp_path, monke
 
 
 def test_vmapped_runs_equal_runs_one_after_another(tokens):
-    apart = scale.Trainer(TINY, tokens, vmapped=False).grid("scale")
-    together = scale.Trainer(TINY, tokens, vmapped=True).grid("scale")
+    apart = scale.Trainer(TINY, tokens, scale.RECIPES, vmapped=False).grid("scale")
+    together = scale.Trainer(TINY, tokens, scale.RECIPES, vmapped=True).grid("scale")
     np.testing.assert_allclose(together["loss"], apart["loss"], rtol=1e-5)
     np.testing.assert_allclose(together["curve"], apart["curve"], rtol=1e-5)
     assert apart["loss"].shape == (TINY.rates, TINY.seeds)
@@ -77,7 +77,7 @@ def test_every_recipe_has_a_grid_of_three_rates_and_trains_vectors_at_their_own_
 
 
 def test_the_noise_probe_measures_what_numpy_does(tokens):
-    trainer = scale.Trainer(TINY, tokens)
+    trainer = scale.Trainer(TINY, tokens, scale.RECIPES)
     probe = scale.NoiseProbe(trainer, 1)
     params = trainer.initial(0)
     wide = dataclasses.replace(TINY, batch=TINY.large_batch)

@@ -56,7 +56,7 @@ def readme_commands():
 
 
 def test_readme_commands_run(tmp_path, monkeypatch, capfd):
-    # The pipeline itself and the full experiment take minutes: .ci/run and tests/pipeline run their small forms.
+    # The pipeline, a whole experiment and a 7B plan take minutes: .ci/run and the tests run their small forms.
     from effml.cli import main
 
     monkeypatch.chdir(tmp_path)
@@ -64,7 +64,7 @@ def test_readme_commands_run(tmp_path, monkeypatch, capfd):
     assert len(commands) >= 5
     for command in commands:
         words = shlex.split(command)[1:]
-        if words[0] == "pipeline" or words[:2] == ["run", "scale"]:
+        if words[0] in ("pipeline", "plan", "run"):
             words += ["--help"]
             with pytest.raises(SystemExit, match="0"):
                 main(words)

@@ -127,6 +127,19 @@ def test_a_bare_array_is_accepted_and_an_empty_tree_is_not():
         memory_report(optax.adam(1.0), {})
 
 
+def test_labels_may_be_a_function_and_must_fit_the_parameters():
+    params = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
+    labels = {"a": "head", "b": "frozen"}
+    report = memory_report(
+        optax.adam(1.0), params, labels=lambda shapes: {name: labels[name] for name in shapes}
+    )
+    assert report == memory_report(optax.adam(1.0), params, labels=labels)
+    assert [row["role"] for row in report["roles"]] == ["head", "frozen", "shared"]
+    for wrong in ({"a": "head"}, ["head", "frozen"], lambda shapes: "head"):
+        with pytest.raises(ValueError, match="labels is a tree of another structure than params"):
+            memory_report(optax.adam(1.0), params, labels=wrong)
+
+
 def test_the_printed_table_has_every_role_and_a_total():
     report = memory_report(scale(1e-3), llama_shapes(64, 176, 1))
     view = memory_view(report)

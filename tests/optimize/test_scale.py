@@ -132,6 +132,20 @@ def test_rescaling_one_output_units_gradient_changes_nothing(rows, columns, seed
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("rate", "share"), [(1e-4, 0.32), (3e-4, 0.12), (1e-3, 0.04)])
+def test_bfloat16_weights_lose_the_share_of_their_steps_that_the_docstring_says(rate, share):
+    generator = np.random.default_rng(0)
+    draw = lambda size: {
+        "mix": {"kernel": jnp.asarray(size * generator.normal(size=(256, 256)), jnp.bfloat16)}
+    }
+    params, gradient = draw(0.02), draw(1.0)
+    optimizer = scale(rate, allow_no_head=True)
+    updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+    moved = optax.apply_updates(params, updates)["mix"]["kernel"]
+    still = np.mean(np.asarray(moved == params["mix"]["kernel"]))
+    np.testing.assert_allclose(still, share, atol=0.01)
+
+
 def test_rescaling_an_input_row_does_change_the_update():
     gradient = random_tree({"kernel": (4, 6)})["kernel"]
     transform = normalize_columns(0)
@@ -472,15 +486,16 @@ def test_one_element_and_empty_matrices_survive():
 def test_every_named_optimizer_trains_with_its_own_vector_rate_and_decay(name):
     params = random_tree(SHAPES)
     still = make_optimizer(name, learning_rate=1e-2, vector_learning_rate=0.0, params_for_roles=params)
-    updates, _ = still.update(params, still.init(params), params)
+    second = {"gradient_at": lambda _: params}  # for those that take two gradients
+    updates, _ = still.update(params, still.init(params), params, **second)
     assert not np.any(updates["layers"][0]["norm"]["scale"])
     assert np.any(updates["layers"][0]["mlp"]["up"]["kernel"])
     decayed = make_optimizer(name, learning_rate=1e-2, weight_decay=0.5)
     plain = make_optimizer(name, learning_rate=1e-2)
     difference = jax.tree.map(
         lambda a, b: a - b,
-        decayed.update(params, decayed.init(params), params)[0],
-        plain.update(params, plain.init(params), params)[0],
+        decayed.update(params, decayed.init(params), params, **second)[0],
+        plain.update(params, plain.init(params), params, **second)[0],
     )
     for role in ("embedding", "head"):
         leaf = jax.tree.leaves(difference[role])[0]
@@ -585,3 +600,18 @@ def test_a_scanned_transformer_gets_the_updates_of_the_unrolled_one(name):
         scanned,
         transformer.stack_layers(unrolled),
     )
+
+
+@pytest.mark.parametrize("name", ["limuon", "normuon"])
+def test_options_of_a_recipes_adam_reach_the_vectors_too(name):
+    params = {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}, "head": {"kernel": jnp.ones((4, 5))}}
+
+    def move(**options):
+        optimizer = make_optimizer(name, learning_rate=1e-3, **options)
+        return optimizer.update(params, optimizer.init(params), params, gradient_at=lambda _: params)[0]
+
+    moved = move(adam_learning_rate=1e-1)
+    for leaf in (moved["up"]["bias"], moved["head"]["kernel"]):
+        np.testing.assert_allclose(leaf, -1e-1, rtol=1e-3)
+    with pytest.raises(ValueError, match="labels is not taken by make_optimizer"):
+        move(labels=lambda params: params)

@@ -19,7 +19,7 @@ def finished(tmp_path_factory):
 
 def test_every_optimizer_is_a_row_with_its_cost(finished):
     _, result = finished
-    assert [row["optimizer"] for row in result.rows] == ["adamw", "muon", "scale"]
+    assert [row["optimizer"] for row in result.rows] == ["adamw", "muon", "normuon", "scale"]
     assert all(row["held-out loss (nats/token)"] > 0 for row in result.rows)
 
 

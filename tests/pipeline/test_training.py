@@ -66,13 +66,15 @@ def test_training_twice_compiles_once(text, tmp_path):
     settings = config(text)
     step = train.make_step(
         training._loss(settings.model(256)),
-        training._optimizer(settings.optimizer, settings.rate, settings.schedule, settings.steps, 0.0),
+        training._optimizer(settings.optimizer, settings.rate, settings.schedule, settings.steps, 0.0, None),
     )
     assert step.compilations() == 1
 
 
-def test_a_stopped_run_resumes_to_the_same_numbers(text, tmp_path, monkeypatch):
-    whole = train_model(config(text), tmp_path / "whole")
+@pytest.mark.parametrize("optimizer", ["scale", "limuon"])
+def test_a_stopped_run_resumes_to_the_same_numbers(text, tmp_path, monkeypatch, optimizer):
+    settings = config(text, optimizer=optimizer)
+    whole = train_model(settings, tmp_path / "whole")
 
     # Stop after step 4 by the signal a user's Ctrl-C sends.
     import os
@@ -86,14 +88,19 @@ def test_a_stopped_run_resumes_to_the_same_numbers(text, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(train.Progress, "__call__", stop_at_four)
-    stopped = train_model(config(text), tmp_path / "parts")
+    stopped = train_model(settings, tmp_path / "parts")
     monkeypatch.undo()
     assert stopped.signal_number == signal.SIGINT
     assert not (tmp_path / "parts/model").exists()
-    resumed = train_model(config(text), tmp_path / "parts", resume=True)
+    resumed = train_model(settings, tmp_path / "parts", resume=True)
     assert equal(resumed.params, whole.params)
     assert (tmp_path / "parts/metrics.jsonl").read_text() == (tmp_path / "whole/metrics.jsonl").read_text()
     assert resumed.history == whole.history
+
+
+def test_clipping_is_refused_where_two_gradients_are_compared(text):
+    with pytest.raises(ValueError, match=r"clip_norm=1\.0 does not go with limuon"):
+        config(text, optimizer="limuon", clip_norm=1.0)
 
 
 def test_bpe_tokens_give_a_loss_per_byte_too(text, tmp_path):
