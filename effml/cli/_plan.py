@@ -85,7 +85,8 @@ def _check_optimizer(written: str, config: Any) -> None:
 def _make(name: str, options: Mapping[str, Any]) -> Any:
     from effml.optimize import make_optimizer
 
-    return make_optimizer(name, **({"learning_rate": 1e-3, "weight_decay": 0.1} | dict(options)))
+    defaults: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1}
+    return make_optimizer(name, **(defaults | dict(options)))
 
 
 def make_folder(path: Path) -> None:
