@@ -341,7 +341,7 @@ def notes(result: Result) -> list[str]:
         "moves them too: with tables at the tuned rate Muon reaches less (see the experiment scale)."
     )
     updates = result.curves["updates"]
-    if "adam" in updates:
+    if "adam" in updates and "muon" in updates:
         wide = {name: _mean(_wide(updates[name]), "condition") for name in ("normuon", "muon", "adam")}
         worst = max(
             ours["condition"] / theirs["condition"]
