@@ -74,7 +74,7 @@ def test_saved_models_score_as_they_did_in_training(finished):
 
 def test_checks_are_judged_only_on_what_was_run(finished, tmp_path):
     _, result = finished
-    assert len(result.checks) == 2
+    assert len(result.checks) == 3
     alone = run_pipeline(
         PipelineConfig(preset="smoke", optimizers=("scale",), steps=2, out=tmp_path / "run", sample_tokens=4)
     )
