@@ -153,21 +153,25 @@ def frozen_variance(
     variance = float(jnp.mean(jnp.sum(jnp.square(samples - exact), axis=1))) / BATCH
 
     def measure(beta: float, steps: int) -> dict[str, float]:
+        estimator = _limuon(beta, None)
+
         def step(carry: Any, inputs: Any) -> tuple[Any, Any]:
-            mean, storm = carry
+            mean, state = carry
             first, rows = inputs
             new = samples[rows].mean(1)
-            old = new  # the same batch at the same weights
             mean = jnp.where(first, new, beta * new + (1 - beta) * mean)
-            storm = jnp.where(first, new, new + (1 - beta) * (storm - old))
+            # The same batch at the same weights: both gradients are equal.
+            advance = lambda g, state: estimator.update({"w": g}, state, prev_params_grad={"w": g})[1]
+            state = jax.vmap(advance)(new[:, None], state)
             error = lambda m: jnp.mean(jnp.sum(jnp.square(m - exact), axis=1))
-            return (mean, storm), (error(mean), error(storm))
+            return (mean, state), (error(mean), error(state.factors["w"][:, 0]))
 
         rows = np.random.default_rng(seed).integers(
             0, len(samples), (2 * steps, chains, BATCH), dtype=np.int32
         )
-        start = jnp.zeros((chains, samples.shape[1]))
-        scan = jit(lambda rows: jax.lax.scan(step, (start, start), (jnp.arange(2 * steps) == 0, rows))[1])
+        zeros = jnp.zeros((chains, samples.shape[1]))
+        start = (zeros, jax.vmap(lambda g: estimator.init({"w": g}))(zeros[:, None]))
+        scan = jit(lambda rows: jax.lax.scan(step, start, (jnp.arange(2 * steps) == 0, rows))[1])
         expected = beta * variance / (2 - beta)
         mean, storm = (float(np.asarray(errors)[steps:].mean()) / expected for errors in scan(rows))
         return {"ema": mean, "storm": storm}

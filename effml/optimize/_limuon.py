@@ -38,7 +38,6 @@ Things to know:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,7 +57,7 @@ from effml.optimize._limuon_estimator import (
     scale_by_limuon,
     shape_factor,
 )
-from effml.optimize._neuron_norm import NUMBERS, check_decays, check_rates
+from effml.optimize._neuron_norm import NUMBERS, check_recipe
 from effml.optimize._scale import _hold
 from effml.optimize._two_point import RecomputingTransformation
 
@@ -212,19 +211,9 @@ def limuon(
         >>> optimizer = limuon(1e-2, beta_warmup(0.05), rank=2, adam_learning_rate=1e-3)
         >>> updates, state = optimizer.update(params, optimizer.init(params), params, prev_params_grad=params)
     """
-    check_decays(adam_b1=adam_b1, adam_b2=adam_b2)
-    for name, value in (("weight_decay", weight_decay), ("adam_weight_decay", adam_weight_decay)):
-        if isinstance(value, NUMBERS) and not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value!r} must not be negative, and must be finite")
-    check_rates(learning_rate=learning_rate)
-    if adam_learning_rate is not None:
-        check_rates(adam_learning_rate=adam_learning_rate)
-    if callable(learning_rate) and adam_learning_rate is not None and not callable(adam_learning_rate):
-        raise ValueError(
-            f"adam_learning_rate={adam_learning_rate!r} is constant while learning_rate is a schedule; "
-            "give a schedule of the same shape, or optax.constant_schedule if that is meant"
-        )
-    adam_learning_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    adam_learning_rate = check_recipe(
+        learning_rate, adam_learning_rate, weight_decay, adam_weight_decay, adam_b1=adam_b1, adam_b2=adam_b2
+    )
 
     def estimator(specs: Specs) -> optax.GradientTransformationExtraArgs:
         return scale_by_limuon(

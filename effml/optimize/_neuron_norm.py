@@ -246,6 +246,24 @@ def scale_by_normuon(
     return optax.GradientTransformation(init, update)
 
 
+def check_recipe(rate: Any, adam_rate: Any, weight_decay: Any, adam_weight_decay: Any, **decays: Any) -> Any:
+    """Complains about the numbers of a recipe with a fallback on Adam; returns Adam's rate."""
+    check_decays(**decays)
+    for name, value in (("weight_decay", weight_decay), ("adam_weight_decay", adam_weight_decay)):
+        if isinstance(value, NUMBERS) and not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value!r} must not be negative, and must be finite")
+    check_rates(learning_rate=rate)
+    if adam_rate is None:
+        return rate
+    check_rates(adam_learning_rate=adam_rate)
+    if callable(rate) and not callable(adam_rate):
+        raise ValueError(
+            f"adam_learning_rate={adam_rate!r} is constant while learning_rate is a schedule; "
+            "give a schedule of the same shape, or optax.constant_schedule if that is meant"
+        )
+    return adam_rate
+
+
 def _wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 

@@ -44,7 +44,6 @@ Things to know:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +55,7 @@ from effml import trees
 from effml._validate import one_of
 from effml.optimize._distribution import Distribution
 from effml.optimize._layout import Specs
-from effml.optimize._neuron_norm import NUMBERS, NorMuonState, check_decays, check_rates, scale_by_normuon
+from effml.optimize._neuron_norm import NUMBERS, NorMuonState, check_recipe, scale_by_normuon
 from effml.optimize._scale import _hold
 
 __all__ = ["NORMUON_RULES", "NorMuonState", "normuon", "scale_by_normuon"]
@@ -148,19 +147,9 @@ def normuon(
         >>> round(float(abs(updates["head"]["kernel"]).max()), 6)
         0.001
     """
-    check_decays(adam_b1=adam_b1, adam_b2=adam_b2)
-    for name, value in (("weight_decay", weight_decay), ("adam_weight_decay", adam_weight_decay)):
-        if isinstance(value, NUMBERS) and not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value!r} must not be negative, and must be finite")
-    check_rates(learning_rate=learning_rate)
-    if adam_learning_rate is not None:
-        check_rates(adam_learning_rate=adam_learning_rate)
-    if callable(learning_rate) and adam_learning_rate is not None and not callable(adam_learning_rate):
-        raise ValueError(
-            f"adam_learning_rate={adam_learning_rate!r} is constant while learning_rate is a schedule; "
-            "give a schedule of the same shape, or optax.constant_schedule if that is meant"
-        )
-    adam_learning_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    adam_learning_rate = check_recipe(
+        learning_rate, adam_learning_rate, weight_decay, adam_weight_decay, adam_b1=adam_b1, adam_b2=adam_b2
+    )
     options: dict[str, Any] = {
         "nesterov": nesterov,
         "ns_coeffs": ns_coeffs,
