@@ -11,6 +11,9 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / "
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# Kernels in Triton's language need triton, an extra; they hold no doctests.
+collect_ignore_glob = ["pallas_kernels/*/triton_kernel.py"]
+
 
 def pytest_configure(config):
     """Property tests are not judged by their seconds: the first example of many compiles."""

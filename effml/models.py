@@ -33,7 +33,7 @@ from effml.trees import path_name
 __all__ = ["KINDS", "LoadedModel", "load", "register_kind", "save"]
 
 _META, _WEIGHTS, _TOKENIZER = "effml.json", "model.safetensors", "effml_tokenizer.json"
-_FOLDER_FILES = [_META, _WEIGHTS, _TOKENIZER, "tokenizer.json"]
+_FOLDER_FILES = [_META, _WEIGHTS, _TOKENIZER, "tokenizer.json", "result.json"]
 _FORMAT = 1
 
 
@@ -43,7 +43,7 @@ class LoadedModel:
 
     Attributes:
         name: what it was loaded as, without the path.
-        kind: "dense", or another kind that `register_kind` was told of.
+        kind: "dense", "packed", or another kind that `register_kind` was told of.
         config: its configuration.
         params: its parameters, a pytree; pass it into `jax.jit`, never close over it.
         tokenizer: an `effml.data.Tokenizer`, or None if none came with it.
@@ -70,10 +70,12 @@ class LoadedModel:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def for_decoding(self) -> LoadedModel:
-        """The same model with its projections joined, which writes tokens faster.
+        """The same model in the form that writes tokens fastest.
 
-        A dense model's kernels are copied (`effml.nn.transformer.join_projections`): let go of the one you had. Other
-        kinds come back unchanged. Saving and quantising want the separate kernels.
+        A dense model's projections are joined (`effml.nn.transformer.join_projections`) and its layers unrolled, which
+        copies its kernels: let go of the one you had. Its `forward` reads them with native code where that can be built
+        (`effml.nn.transformer.decoding_linear`; `effml doctor` tells). Other kinds come back unchanged. Saving and
+        quantising want the separate kernels.
 
         Example:
             >>> model = LoadedModel("tiny", "packed", None, {}, None, None, lambda params, tokens: tokens, 0, "")
@@ -82,9 +84,14 @@ class LoadedModel:
         """
         if self.kind != "dense":
             return self
-        from effml.nn.transformer import join_projections
+        from effml.nn.transformer import decoding_linear, join_projections, unstack_layers
 
-        return dataclasses.replace(self, params=join_projections(self.params))
+        forward = self.forward
+        if "linear" not in getattr(forward, "keywords", {}):
+            forward = functools.partial(forward, linear=decoding_linear)
+        return dataclasses.replace(
+            self, params=unstack_layers(join_projections(self.params)), forward=forward
+        )
 
 
 def load(model: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedModel:
@@ -197,6 +204,8 @@ def _load_own(folder: Path, name: str, dtype: str | None) -> LoadedModel:
         raise ValueError(f"{path}: extra must be an object")
     kind = one_of(f"kind in {path}", str(meta.get("kind")), KINDS)
     model = KINDS[kind](folder, meta)
+    if dtype is not None and kind == "packed":
+        model = _with_packed_dtype(model, dtype)
     if dtype is not None and isinstance(model.config, TransformerConfig):
         dtypes: dict[str, Any] = {"param_dtype": dtype, "compute_dtype": dtype}
         config = dataclasses.replace(model.config, **dtypes)
@@ -272,6 +281,49 @@ def _read_dense(folder: Path, meta: Mapping[str, Any]) -> LoadedModel:
     )
 
 
+def _read_packed(folder: Path, meta: Mapping[str, Any]) -> LoadedModel:
+    from effml import quantize
+
+    try:
+        config = quantize.PackedConfig.from_dict(meta["config"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / _META}: {error}") from None
+    template = meta.get("chat_template")
+    if not isinstance(template, str | None):
+        raise ValueError(f"{folder / _META}: chat_template must be a text or null")
+    stored, byte_count = read_tensors(folder)
+    return LoadedModel(
+        name=folder.name,
+        kind="packed",
+        config=config,
+        params=quantize.packed_params(stored, config, str(folder / _WEIGHTS)),
+        tokenizer=read_tokenizer(folder),
+        chat_template=template,
+        forward=functools.partial(quantize.forward, config=config),
+        bytes_on_disk=byte_count,
+        source=str(folder),
+        extra=dict(meta.get("extra") or {}),
+    )
+
+
+def _with_packed_dtype(model: LoadedModel, dtype: str) -> LoadedModel:
+    """The packed model computing in `dtype`; codes and scales stay as they are."""
+    from effml import quantize
+
+    inner = dataclasses.replace(model.config.model, param_dtype=dtype, compute_dtype=dtype)
+    config = dataclasses.replace(model.config, model=inner, keep_dtype=dtype)
+
+    def cast(path: Any, leaf: Any) -> Any:
+        return jnp.asarray(leaf, dtype) if path_name(path).endswith((".table", "head.kernel")) else leaf
+
+    return dataclasses.replace(
+        model,
+        config=config,
+        params=jax.tree_util.tree_map_with_path(cast, model.params),
+        forward=functools.partial(quantize.forward, config=config),
+    )
+
+
 def _check_params(source: str, params: Any, config: TransformerConfig) -> None:
     layers = params.get("layers") if isinstance(params, Mapping) else None
     if not isinstance(layers, Mapping | list | tuple):
@@ -297,7 +349,10 @@ def _leaves(params: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
 
 
-KINDS: dict[str, Callable[[Path, Mapping[str, Any]], LoadedModel]] = {"dense": _read_dense}
+KINDS: dict[str, Callable[[Path, Mapping[str, Any]], LoadedModel]] = {
+    "dense": _read_dense,
+    "packed": _read_packed,
+}
 """Who reads which kind of model folder: `reader(folder, content of effml.json) -> LoadedModel`."""
 
 
@@ -337,7 +392,8 @@ def save(
     Args:
         folder: a new or empty folder, or one that `save` wrote before, which is replaced.
         params: pytree of arrays; for the kind "dense" the parameters of `config`, layers stacked or not.
-        config: has `to_dict()`; a `TransformerConfig` for the kind "dense".
+        config: has `to_dict()`; a `TransformerConfig` for the kind "dense", an `effml.quantize.PackedConfig` for
+            "packed".
         tokenizer: has `save(folder)`; or None.
         chat_template: jinja text; None takes the tokenizer's own, if it has one.
         kind: who shall read it.
@@ -358,6 +414,10 @@ def save(
     one_of("kind", kind, KINDS)
     if kind == "dense":
         _check_params("params", params, config)
+    if kind == "packed":
+        from effml.quantize import check_packed_params
+
+        check_packed_params("params", params, config)
     leaves = _leaves(params)
     meta = {
         "format": _FORMAT,

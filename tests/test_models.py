@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -278,7 +279,7 @@ def test_another_kind_of_folder_is_read_by_its_own_reader(tmp_path, monkeypatch)
         params, byte_count = models.read_tensors(folder)
         return models.LoadedModel(
             "",
-            "packed",
+            "coded",
             meta["config"],
             params,
             models.read_tokenizer(folder),
@@ -288,13 +289,13 @@ def test_another_kind_of_folder_is_read_by_its_own_reader(tmp_path, monkeypatch)
             str(folder),
         )
 
-    models.register_kind("packed", read)
+    models.register_kind("coded", read)
     codes = {"codes": jnp.arange(6, dtype=jnp.uint8).reshape(2, 3), "scale": jnp.ones(2, jnp.float16)}
-    models.save(tmp_path / "packed", {"layers": [codes]}, TINY, ByteTokenizer(), kind="packed")
+    models.save(tmp_path / "packed", {"layers": [codes]}, TINY, ByteTokenizer(), kind="coded")
     model = models.load(tmp_path / "packed")
     assert (model.name, model.kind, model.config["width"], model.tokenizer) == (
         "packed",
-        "packed",
+        "coded",
         16,
         ByteTokenizer(),
     )
@@ -365,3 +366,17 @@ def test_tensors_that_lie_below_another_are_refused():
     for order in (["layers", "layers.0.scale"], ["layers.0.scale", "layers"]):
         with pytest.raises(ValueError, match="layers"):
             _names.unflatten({name: np.ones(1) for name in order})
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+def test_the_form_for_decoding_computes_the_same(params, scanned, tmp_path):
+    models.save(tmp_path / "m", stack_layers(params) if scanned else params, TINY)
+    model = models.load(str(tmp_path / "m"))
+    quick = model.for_decoding()
+    assert "query_key_value" in quick.params["layers"][0]["attention"]
+    assert "linear" in quick.forward.keywords
+    for tokens in (jnp.array([[3]]), jnp.arange(20)[None]):
+        expected = model.forward(model.params, tokens).logits
+        np.testing.assert_allclose(quick.forward(quick.params, tokens).logits, expected, atol=2e-5)
+    mine = dataclasses.replace(model, forward=functools.partial(model.forward, linear=print))
+    assert mine.for_decoding().forward.keywords["linear"] is print

@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["commands", "main"]
 
-_FIRST = ("pipeline", "train", "evaluate", "generate")
+_FIRST = ("pipeline", "train", "quantize", "evaluate", "generate")
 _INTERRUPTED = 130
 
 

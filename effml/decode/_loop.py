@@ -93,6 +93,9 @@ def freeze(
 ) -> Model:
     """The static part of a model; a `functools.partial` is opened, so that two loads of one model are equal."""
     keywords: dict[str, Any] = {} if attention is None else {"attention": attention}
+    inner = getattr(config, "model", None)  # a packed model's configuration holds that of its transformer
+    if isinstance(inner, TransformerConfig):
+        config = inner
     if isinstance(forward, functools.partial) and not forward.args:
         opened = {**forward.keywords, **keywords}
         try:

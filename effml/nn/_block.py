@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from effml.nn._config import TransformerConfig
 from effml.nn.attention import AttentionInputs, apply_rope, dense_attention, rope_tables
+from pallas_kernels.matvec import FEW_ROWS, matvec
 
 __all__ = [
     "Attention",
@@ -19,6 +21,7 @@ __all__ = [
     "Residual",
     "Tap",
     "block",
+    "decoding_linear",
     "dense_linear",
     "normalize",
     "plain_linear",
@@ -87,6 +90,31 @@ def dense_linear(x: Array, params: Mapping[str, Any], name: str) -> Array:
     if x.dtype != jnp.float32:
         return plain_linear(x, params, name)
     return _finish(_product(x, params["kernel"].astype(x.dtype)), x, params, name)
+
+
+def decoding_linear(x: Array, params: Mapping[str, Any], name: str) -> Array:
+    """`dense_linear` that reads the kernel with native code where rows are few: the `linear` of writing tokens.
+
+    Where `pallas_kernels.matvec` has no native form (another platform, no compiler, many rows) it is `dense_linear`.
+
+    Args:
+        x: [..., in].
+        params: `{"kernel": [in, out]}` and perhaps `"bias": [out]`; a tied head brings its `"table": [out, in]`, which
+            is then read as it lies.
+        name: which product this is; `"head"` keeps its float32 result, so that logits are float32.
+
+    Returns:
+        [..., out] in the dtype of `x`.
+
+    Example:
+        >>> decoding_linear(jnp.ones((1, 2)), {"kernel": jnp.ones((2, 3))}, "mlp.up").tolist()
+        [[2.0, 2.0, 2.0]]
+    """
+    transposed = "table" in params
+    kernel = params["table" if transposed else "kernel"]
+    if math.prod(x.shape[:-1]) > FEW_ROWS or kernel.dtype != x.dtype:
+        return dense_linear(x, params, name)
+    return _finish(matvec(x, kernel, transposed=transposed), x, params, name)
 
 
 def _finish(y: Array, x: Array, params: Mapping[str, Any], name: str) -> Array:

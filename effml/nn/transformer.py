@@ -43,6 +43,7 @@ from effml.nn._block import (
     Residual,
     Tap,
     block,
+    decoding_linear,
     dense_linear,
     normalize,
     plain_linear,
@@ -66,6 +67,7 @@ __all__ = [
     "RopeScaling",
     "TransformerConfig",
     "block",
+    "decoding_linear",
     "dense_attention",
     "dense_linear",
     "embed",
@@ -142,7 +144,8 @@ def unembed(
     """
     head = dict(params.get("head", {}))
     if config.tied_head:
-        head["kernel"] = params["embedding"]["table"].T
+        head["table"] = params["embedding"]["table"]
+        head["kernel"] = head["table"].T
     logits = linear(hidden, head, "head").astype(jnp.float32)
     return logits if config.logit_scale == 1.0 else logits * config.logit_scale
 

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from effml.linalg import newton_schulz as orthogonalize
+from effml.optimize._cayley import CayleyState, scale_by_cayley
 from effml.optimize._cocd import COCD_RULES, CoCDState, cocd, cocd_step, query_count, scale_by_cocd
 from effml.optimize._distribution import Distribution
 from effml.optimize._finite_difference import fill_masked, finite_difference_coordinates
@@ -40,6 +41,7 @@ __all__ = [
     "OPTIMIZERS",
     "SCALE_RULES",
     "TWO_POINT",
+    "CayleyState",
     "CoCDState",
     "Distribution",
     "LiMuonState",
@@ -63,6 +65,7 @@ __all__ = [
     "query_count",
     "rank_energy",
     "scale",
+    "scale_by_cayley",
     "scale_by_cocd",
     "scale_by_limuon",
     "scale_by_normuon",

@@ -150,7 +150,7 @@ def run_pipeline(config: PipelineConfig, stages: Sequence[Stage] | None = None) 
         >>> import tempfile
         >>> config = PipelineConfig(preset="smoke", optimizers=("scale",), out=Path(tempfile.mkdtemp()) / "run")
         >>> result = run_pipeline(config)  # doctest: +ELLIPSIS
-        [1/4] ...
+        [1/5] ...
         >>> (config.out / "report.html").exists()
         True
     """
@@ -200,7 +200,7 @@ def _page(run: PipelineRun, result: Result) -> Page:
     page = report.Page(
         "effml pipeline",
         "One small language model, trained on one text with several optimizers, saved, measured on files that it "
-        "has not seen, and put to work.",
+        "has not seen, packed into four bits, and put to work.",
         claim="SCALE (every column of the gradient normalised, momentum on the output head only) trains as good a "
         "model as AdamW with a fraction of its memory; NorMuon (orthogonal updates, normalised per neuron) trains a "
         "better one with half of AdamW's state for the matrices.",

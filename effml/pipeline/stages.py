@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from effml.pipeline.compression import compress_best
 from effml.pipeline.evaluation import Evaluation, evaluate_model
 from effml.pipeline.runner import PipelineRun, Stage
 from effml.pipeline.training import TrainedModel, train_model
@@ -367,4 +368,4 @@ def serve_best(run: PipelineRun) -> ServeResult:
     return ServeResult(evaluated.best, run.config.prompt, samples, 1 / seconds[0])
 
 
-STAGES: tuple[Stage, ...] = (read_text, train_optimizers, measure_models, serve_best)
+STAGES: tuple[Stage, ...] = (read_text, train_optimizers, measure_models, compress_best, serve_best)

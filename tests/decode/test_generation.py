@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import re
 import types
@@ -11,7 +12,15 @@ import pytest
 from effml.data import ByteTokenizer
 from effml.decode import SamplingConfig, _loop, generate, pad_prompts, stream, stream_text
 from effml.nn import cache as dense
-from effml.nn.transformer import TransformerConfig, dense_attention, forward, init_params, stack_layers
+from effml.nn.transformer import (
+    TransformerConfig,
+    decoding_linear,
+    dense_attention,
+    forward,
+    init_params,
+    stack_layers,
+)
+from pallas_kernels.matvec import cpu
 
 # Large initial weights, so that the choice varies from token to token and near-ties are rare.
 CONFIG = TransformerConfig(
@@ -87,6 +96,28 @@ def test_scanned_layers_write_the_same():
     first = generate(model, tokens, lengths=lengths, max_new_tokens=6)
     second = generate(scanned, tokens, lengths=lengths, max_new_tokens=6)
     np.testing.assert_array_equal(first.tokens, second.tokens)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_products_for_decoding_write_the_same(tied):
+    """With native code where it can be built, which the step then holds for every product; else with XLA."""
+    config = dataclasses.replace(CONFIG, tied_head=tied)
+    model = make_model(config)
+    quick = make_model(config)
+    quick.forward = functools.partial(forward, config=config, linear=decoding_linear)
+    tokens, lengths = pad_prompts(PROMPTS)
+    expected = generate(model, tokens, lengths=lengths, max_new_tokens=12).tokens
+    np.testing.assert_array_equal(
+        generate(quick, tokens, lengths=lengths, max_new_tokens=12).tokens, expected
+    )
+    cache = dense.init_cache(config, 1, 16)
+    step = jax.jit(lambda params, token: quick.forward(params, token, cache=cache).logits)
+    compiled = step.lower(model.params, jnp.ones((1, 1), jnp.int32)).compile().as_text()
+    if cpu.why_not() is None:
+        assert compiled.count('custom_call_target="effml_matvec"') == 7 * config.num_layers + 1
+        assert not re.search(r" dot\(.*metadata.*linear", compiled)
+        vocab, width = config.vocab_size, config.width
+        assert not re.search(rf"f32\[{width},{vocab}\]\S* (?:copy|transpose)\(", compiled)
 
 
 def test_drawn_tokens_are_those_of_the_uncached_model_with_the_documented_keys():

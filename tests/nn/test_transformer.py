@@ -16,6 +16,7 @@ from effml.nn.transformer import (
     RopeScaling,
     TransformerConfig,
     block,
+    decoding_linear,
     dense_attention,
     dense_linear,
     embed,
@@ -324,6 +325,28 @@ def test_gradient_of_the_default_product_is_that_of_the_plain_one(sizes, lead):
     d_x, d_params = jax.vjp(lambda x, p: dense_linear(x, p, "mlp.up"), narrow, params)[1](half)
     assert (d_x.dtype, d_params["kernel"].dtype) == (jnp.bfloat16, jnp.float32)
     chex.assert_trees_all_close(d_params, pull(cotangent)[1], atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["mlp.up", "head"])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_the_product_for_decoding_is_the_default_one(rows, name, dtype):
+    random = np.random.default_rng(rows)
+    x, kernel, bias = (
+        jnp.asarray(random.normal(size=size), dtype) for size in ((rows, 1, 33), (33, 21), (21,))
+    )
+    params = {"kernel": kernel, "bias": bias}
+    expected = plain_linear(x, params, name)
+    tolerance = 2e-5 if expected.dtype == jnp.float32 else 0.1
+    for given in (params, {**params, "table": kernel.T.copy()}):
+        y = decoding_linear(x, given, name)
+        assert y.dtype == expected.dtype
+        np.testing.assert_allclose(
+            np.float32(y), np.float32(expected), atol=tolerance, rtol=0 if tolerance < 0.1 else 0.01
+        )
+    wide = decoding_linear(x.astype(jnp.float32), params, name)
+    narrow = plain_linear(x.astype(jnp.float32), params, name)
+    np.testing.assert_allclose(wide, narrow, atol=2e-5)
 
 
 def test_every_product_goes_through_the_linear_seam():

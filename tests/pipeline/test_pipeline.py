@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from effml import report
+from effml import models, report
 from effml.pipeline import STAGES, PipelineConfig, run_pipeline
 from effml.pipeline.stages import EvaluationResult, TextResult, TrainingResult
 
@@ -70,6 +70,23 @@ def test_saved_models_score_as_they_did_in_training(finished):
         assert result.summary[f"{name}_saved_nats_per_byte"] == pytest.approx(
             result.summary[f"{name}_held_out"], rel=1e-3
         )
+
+
+def test_the_best_model_is_packed_into_four_bits_and_read_back(finished):
+    config, result = finished
+    best = min(config.optimizers, key=lambda name: result.summary[f"{name}_saved_nats_per_byte"])
+    whole = models.load(str(config.out / best / "model"))
+    for method in ("rtn", "respinquant"):
+        packed = models.load(str(config.out / f"{best}-w4a4-{method}"))
+        assert packed.kind == "packed"
+        assert packed.config.activation_bits == packed.config.weight_bits == 4
+        assert packed.extra == whole.extra
+        assert result.summary[f"{method}_bytes_on_disk"] == packed.bytes_on_disk < whole.bytes_on_disk
+        lost = result.summary[f"{method}_nats_per_token"] - result.summary[f"{best}_held_out"]
+        assert result.summary[f"{method}_nats_lost"] == pytest.approx(lost, abs=1e-3)
+        assert abs(lost) < 0.1  # after six steps of training there is little to lose
+        assert result.summary[f"{method}_writing_tokens_per_second"] > 0
+    assert "The best model in four bits" in (config.out / "report.html").read_text(encoding="utf-8")
 
 
 def test_checks_are_judged_only_on_what_was_run(finished, tmp_path):

@@ -1,15 +1,4 @@
-"""Matrix factorisations that optimizers and compressors share, batched over leading axes.
-
-| function | what it gives | cost for [m, n], m <= n |
-|---|---|---|
-| `newton_schulz` | the polar factor, approximately, by matrix products alone | 5 (2 m^2 n + m^3) |
-| `polar` | the exact polar factor, by a singular value decomposition | about 20 m^2 n |
-| `cholesky_qr2` | an orthonormal basis of a tall matrix, by Gram matrices | 4 m k^2 |
-| `rsvd` | leading singular triples by a random sketch | 4 m n k |
-
-Everything here is a pure function of arrays, works under `jit`, `vmap` and `grad` of a caller, and gives
-finite results for zero and rank-deficient matrices. Matrices are floating-point arrays, or nested lists of floats.
-"""
+"""Polar factors, orthonormal bases and leading singular triples of matrices, batched over leading axes."""
 
 from __future__ import annotations
 

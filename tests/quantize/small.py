@@ -1,0 +1,35 @@
+"""A small model and small texts that the tests of packed models share."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from effml.nn import transformer
+
+CONFIG = transformer.TransformerConfig(
+    vocab_size=64,
+    width=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_width=48,
+    qkv_bias=True,
+    mlp_bias=True,
+)
+
+
+@functools.cache
+def params():
+    """Parameters of `CONFIG` with biases and gains that are not trivial."""
+    made = transformer.init_params(jax.random.key(0), CONFIG)
+    noise = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: leaf + jnp.asarray(0.2 * noise.normal(size=leaf.shape), leaf.dtype), made
+    )
+
+
+def tokens(windows=4, length=12, seed=0):
+    """int32[windows, length + 1]."""
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (windows, length + 1)).astype(np.int32)

@@ -1,0 +1,91 @@
+"""Statistics of what kernels read, against a forward pass with NumPy sums in float64."""
+
+import jax
+import numpy as np
+import pytest
+
+from effml import quantize
+from effml.nn import transformer
+from effml.quantize import _calibrate
+from tests.quantize import small
+
+TAPS = ["attention.input", "attention.output.input", "mlp.down.input", "mlp.input"]
+
+
+def by_hand(tokens):
+    """What every tap shows, from one whole forward pass."""
+    seen = transformer.forward(
+        small.params(), tokens[:, :-1], small.CONFIG, tap=lambda name, layer, value: value
+    ).taps
+    return [
+        {name: np.asarray(layer[name], np.float64).reshape(-1, layer[name].shape[-1]) for name in TAPS}
+        for layer in seen
+    ]
+
+
+def test_layer_by_layer_is_what_the_whole_model_sees():
+    tokens = small.tokens()
+    found = list(quantize.calibrate(small.params(), small.CONFIG, tokens))
+    assert len(found) == 2
+    for layer, wanted in zip(found, by_hand(tokens)):
+        assert sorted(layer) == TAPS
+        for name, rows in wanted.items():
+            assert layer[name].tokens == len(rows) == 48
+            np.testing.assert_allclose(layer[name].hessian, rows.T @ rows / 48, atol=2e-4)
+            np.testing.assert_allclose(layer[name].second_moment, (rows**2).mean(0), rtol=2e-4)
+
+
+def test_every_kernel_reads_one_of_the_taps():
+    layer = small.params()["layers"][0]
+    names = [f"{block}.{part}" for block in ("attention", "mlp") for part in layer[block]]
+    assert sorted(names) == sorted(quantize.INPUT_OF)
+    for name, tap in quantize.INPUT_OF.items():
+        block, part = name.split(".")
+        inputs = layer[block][part]["kernel"].shape[0]
+        found = next(quantize.calibrate(small.params(), small.CONFIG, small.tokens(1), full=False))
+        assert found[tap].second_moment.shape == (inputs,)
+        assert found[tap].hessian is None
+
+
+def test_batches_of_windows_change_nothing(monkeypatch):
+    tokens = small.tokens(windows=6)
+    (first, *_) = quantize.calibrate(small.params(), small.CONFIG, tokens)
+    monkeypatch.setattr(_calibrate, "_MOST_TOKENS", 24)
+    (second, *_) = quantize.calibrate(small.params(), small.CONFIG, tokens)
+    for name in TAPS:
+        np.testing.assert_allclose(first[name].hessian, second[name].hessian, atol=1e-4)
+
+
+def test_rounded_activations_are_what_the_product_reads():
+    config = quantize.PackedConfig(small.CONFIG, weight_bits=16, activation_bits=3)
+    layer = small.params()["layers"][0]
+    stream = quantize.LayerStream(small.params(), small.tokens(1), config)
+    found = stream.statistics(layer)["attention.input"].hessian
+    x = np.asarray(small.params()["embedding"]["table"])[small.tokens(1)[0, :-1]].astype(np.float64)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(layer["attention_norm"]["scale"])
+    read = np.asarray(quantize.fake_quant_act(jax.numpy.asarray(x, jax.numpy.float32), 3), np.float64)
+    np.testing.assert_allclose(found, read.T @ read / len(read), atol=1e-3)
+
+
+def test_one_program_serves_all_layers():
+    tokens = small.tokens(windows=3, length=7)
+    before = _calibrate._observe._cache_size()
+    list(quantize.calibrate(small.params(), small.CONFIG, tokens))
+    assert _calibrate._observe._cache_size() == before + 1
+
+
+def test_bad_input_is_named():
+    def run(tokens, params=None):
+        return list(quantize.calibrate(small.params() if params is None else params, small.CONFIG, tokens))
+
+    with pytest.raises(ValueError, match=r"shape \(5,\) must be \[windows, length \+ 1\]"):
+        run(np.zeros(5, int))
+    with pytest.raises(ValueError, match="at least one window of two tokens"):
+        run(np.zeros((0, 5), int))
+    with pytest.raises(ValueError, match=r"ids outside 0 ... 63"):
+        run(np.full((1, 5), 64))
+    with pytest.raises(TypeError, match="must be integers"):
+        run(np.zeros((1, 5)))
+    broken = jax.tree.map(lambda leaf: leaf * np.inf, small.params())
+    with pytest.raises(ValueError, match=r"attention\.input: activations are not finite"):
+        run(small.tokens(1), broken)

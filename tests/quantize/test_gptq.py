@@ -1,0 +1,109 @@
+"""GPTQ against its textbook form, an exhaustive search, and round to nearest."""
+
+import numpy as np
+import pytest
+
+from effml import quantize
+from effml.quantize import _gptq
+
+
+def correlated(tokens, inputs, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(tokens, inputs)) @ (np.eye(inputs) + 0.5 * rng.normal(size=(inputs, inputs)))
+
+
+def textbook(kernel, hessian, scale, bits, percdamp):
+    """Optimal brain quantisation in a fixed order: the inverse is shrunk by one input after each step."""
+    work, top = kernel.astype(np.float64).copy(), 2 ** (bits - 1)
+    damped = hessian + percdamp * np.diag(hessian).mean() * np.eye(len(hessian))
+    codes = np.zeros_like(work)
+    for i in range(len(work)):
+        inverse = np.linalg.inv(damped[i:, i:])
+        codes[i] = np.clip(np.round(work[i] / scale), -top, top - 1)
+        error = (work[i] - codes[i] * scale) / inverse[0, 0]
+        work[i:] -= np.outer(inverse[:, 0], error)
+    return codes
+
+
+@pytest.mark.parametrize(("block", "inputs"), [(128, 12), (4, 12), (5, 12)])
+def test_it_is_the_textbook_algorithm_whatever_the_block(block, inputs):
+    x = correlated(64, inputs)
+    kernel = np.random.default_rng(1).normal(size=(inputs, 6)).astype(np.float32)
+    found = quantize.gptq(kernel, x.T @ x, 3, block=block)
+    wanted = textbook(kernel, x.T @ x, np.asarray(found.scale)[:, 0], 3, 0.01)
+    np.testing.assert_array_equal(found.codes, wanted)
+    np.testing.assert_allclose(found.kernel, wanted * np.asarray(found.scale).T, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_weights_come_out_worse_and_products_better_than_round_to_nearest(bits):
+    x = correlated(256, 32)
+    kernel = np.random.default_rng(2).normal(size=(32, 16)).astype(np.float32)
+    nearest, found = quantize.rtn(kernel, bits), quantize.gptq(kernel, x.T @ x, bits)
+    weight = [np.linalg.norm(np.asarray(one.kernel) - kernel) for one in (found, nearest)]
+    product = [np.linalg.norm(x @ (np.asarray(one.kernel) - kernel)) for one in (found, nearest)]
+    assert weight[0] > weight[1]
+    assert product[0] < 0.9 * product[1]
+
+
+def test_without_correlation_it_is_round_to_nearest():
+    kernel = np.random.default_rng(3).normal(size=(12, 6)).astype(np.float32)
+    found = quantize.gptq(kernel, np.diag(np.arange(1.0, 13.0)), 3)
+    np.testing.assert_array_equal(found.codes, quantize.rtn(kernel, 3).codes)
+
+
+def test_inputs_never_seen_do_no_harm():
+    x = correlated(64, 12)
+    x[:, 3] = 0.0
+    kernel = np.random.default_rng(4).normal(size=(12, 6)).astype(np.float32)
+    found = quantize.gptq(kernel, x.T @ x, 4)
+    assert np.isfinite(np.asarray(found.kernel)).all()
+    np.testing.assert_array_equal(found.codes[3], quantize.rtn(kernel, 4).codes[3])
+    zero = quantize.gptq(kernel, np.zeros((12, 12)), 4)
+    np.testing.assert_array_equal(zero.codes, quantize.rtn(kernel, 4).codes)
+
+
+def test_a_hessian_of_fewer_tokens_than_inputs_is_damped():
+    x = correlated(3, 12)
+    kernel = np.random.default_rng(5).normal(size=(12, 6)).astype(np.float32)
+    assert np.isfinite(np.asarray(quantize.gptq(kernel, x.T @ x, 4).kernel)).all()
+
+
+def test_groups_have_scales_of_their_own():
+    x = correlated(64, 12)
+    kernel = np.random.default_rng(6).normal(size=(12, 6)).astype(np.float32)
+    kernel[:6] *= 10
+    found = quantize.gptq(kernel, x.T @ x, 4, group_size=6)
+    assert found.scale.shape == (6, 2)
+    rows = np.repeat(np.asarray(found.scale).T, 6, axis=0)
+    np.testing.assert_allclose(found.kernel, np.asarray(found.codes) * rows, rtol=1e-6)
+    one = quantize.gptq(kernel, x.T @ x, 4)
+    lost = [np.linalg.norm(x @ (np.asarray(g.kernel) - kernel)) for g in (found, one)]
+    assert lost[0] < lost[1]
+
+
+def test_kernels_of_one_shape_share_a_program():
+    x = correlated(64, 12)
+    before = _gptq._sweep._cache_size()
+    for seed in range(3):
+        kernel = np.random.default_rng(seed).normal(size=(12, 7)).astype(np.float32)
+        quantize.gptq(kernel, x.T @ x * (seed + 1), 4)
+    assert _gptq._sweep._cache_size() == before + 1
+
+
+def test_bad_input_is_named():
+    kernel, hessian = np.ones((4, 2), np.float32), np.eye(4)
+    with pytest.raises(ValueError, match=r"hessian of shape \(3, 3\) must be \[4, 4\]"):
+        quantize.gptq(kernel, np.eye(3), 4)
+    with pytest.raises(ValueError, match="hessian holds values that are not finite"):
+        quantize.gptq(kernel, hessian * np.nan, 4)
+    with pytest.raises(ValueError, match="negative diagonal"):
+        quantize.gptq(kernel, -hessian, 4)
+    with pytest.raises(ValueError, match="kernel holds values that are not finite"):
+        quantize.gptq(kernel * np.inf, hessian, 4)
+    with pytest.raises(ValueError, match="percdamp=0 must be above 0"):
+        quantize.gptq(kernel, hessian, 4, percdamp=0)
+    with pytest.raises(ValueError, match="bits=16"):
+        quantize.gptq(kernel, hessian, 16)
+    with pytest.raises(ValueError, match="kernel of shape"):
+        quantize.rtn(np.ones(4, np.float32), 4)

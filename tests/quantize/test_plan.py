@@ -1,0 +1,129 @@
+"""Plans: what they promise, and what they refuse before any work."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from effml import quantize, trees
+from effml.nn import transformer
+from tests.quantize import small
+
+TOKENS = small.tokens()
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("W4A4", (4, 4, 16)),
+        ("w3a3", (3, 3, 16)),
+        ("W4", (4, 16, 16)),
+        ("W4A4KV4", (4, 4, 4)),
+        ("W16A8", (16, 8, 16)),
+    ],
+)
+def test_bits_are_read_in_the_field_s_short_form(text, bits):
+    assert quantize.parse_bits(text) == bits
+
+
+@pytest.mark.parametrize("text", ["4", "W9A4", "W4A1", "A4", "W4B4", "", "W4A4KV"])
+def test_other_bits_are_refused(text):
+    with pytest.raises(ValueError, match=f"bits={text!r}"):
+        quantize.parse_bits(text)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "rtn", "bits": "W4A4"},
+        {"method": "rtn", "bits": "W3", "group_size": 16, "keep_dtype": "bfloat16"},
+        {"method": "rtn", "bits": "W16A8"},
+        {"method": "respinquant", "rotation": "layerwise", "steps": 0, "rank": 4, "rounding": "rtn"},
+        {"method": "respinquant", "rotation": "layerwise", "steps": 0, "rank": None, "rounding": "rtn"},
+        {"method": "respinquant", "rotation": "hadamard", "rounding": "rtn"},
+    ],
+)
+def test_the_bytes_it_promises_are_the_bytes_it_makes(options):
+    plan = quantize.plan(small.CONFIG, **options)
+    tokens = small.tokens() if plan.needs_calibration else None
+    params, _, rows = quantize.apply(plan, small.params(), small.CONFIG, tokens, key=jax.random.key(0))
+    assert trees.byte_count(params) == plan.packed_bytes + plan.kept_bytes
+    if plan.weight_bits < 16:
+        assert [row["bytes"] for row in rows] == [row.bytes for row in plan.rows]
+
+
+def test_it_survives_json():
+    plan = quantize.plan(small.CONFIG, method="respinquant", bits="W3A3KV4", rank=None, clip=None)
+    assert quantize.QuantizationPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    with pytest.raises(ValueError, match="plan field='bits' is not known"):
+        quantize.QuantizationPlan.from_dict({"bits": 4})
+
+
+def test_its_table_adds_up():
+    plan = quantize.plan(small.CONFIG, method="rtn")
+    *kernels, kept, whole = plan.summary()
+    assert len(kernels) == 7
+    assert whole["MB"] == pytest.approx(sum(row["MB"] for row in [*kernels, kept]))
+
+
+def test_only_some_plans_need_text():
+    def needs(**options):
+        return quantize.plan(small.CONFIG, **options).needs_calibration
+
+    assert not needs(method="rtn")
+    assert needs(method="gptq")
+    assert needs(method="respinquant", rounding="rtn")
+    assert not needs(method="respinquant", rounding="rtn", rotation="hadamard")
+    assert not needs(method="gptq", bits="W16A4")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "gptx"}, "method='gptx' is not known; did you mean 'gptq'"),
+        ({"method": "rtn", "group_size": 32}, "mlp.down: group_size=32 does not divide 48 inputs"),
+        ({"method": "rtn", "rotation": "global"}, "rotation='global' is for method='respinquant'"),
+        ({"method": "gptq", "rounding": "rtn"}, "rounding='rtn' is for method='respinquant'"),
+        ({"method": "respinquant", "rank": 3}, "rank=3 must be even"),
+        ({"method": "respinquant", "rotation": "spin"}, "rotation='spin' is not known"),
+        ({"method": "rtn", "keep_dtype": "float16"}, "keep_dtype='float16' is not known"),
+        ({"method": "rtn", "clip": "max"}, "clip='max' is not known"),
+        ({"method": "respinquant", "steps": -1}, "steps=-1 must be above 0"),
+        ({"method": "respinquant", "max_step": 0}, "max_step=0 must be above 0"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        quantize.plan(small.CONFIG, **options)
+
+
+def test_models_that_cannot_be_rotated_are_refused():
+    config = dataclasses.replace(small.CONFIG, norm="layer")
+    with pytest.raises(ValueError, match="norm='layer'"):
+        quantize.plan(config, method="respinquant")
+    quantize.plan(config, method="gptq")
+
+
+def test_apply_refuses_before_any_work():
+    plan = quantize.plan(small.CONFIG, method="gptq", bits="W4")
+
+    def run(params, config=small.CONFIG, tokens=TOKENS):
+        quantize.apply(plan, params, config, tokens, key=jax.random.key(0))
+
+    with pytest.raises(ValueError, match="needs calibration tokens"):
+        run(small.params(), tokens=None)
+    with pytest.raises(ValueError, match=r"ids outside 0 ... 63"):
+        run(small.params(), tokens=small.tokens() + 64)
+    broken = jax.tree.map(lambda leaf: leaf, small.params())
+    broken["layers"][1]["mlp"]["up"]["kernel"] = (
+        broken["layers"][1]["mlp"]["up"]["kernel"].at[3, 4].set(np.nan)
+    )
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up\.kernel holds values that are not finite"):
+        run(broken)
+    with pytest.raises(ValueError, match=r"the model has none: plan for this model, projections apart"):
+        run(transformer.join_projections(small.params()))
+    wide = dataclasses.replace(small.CONFIG, mlp_width=64)
+    with pytest.raises(ValueError, match=r"kernel of 32 x 48, the model has \(32, 64\)"):
+        run(transformer.init_params(jax.random.key(0), wide), wide)
