@@ -129,7 +129,8 @@ def run_job(kind: str, bits: str, rounding: str = "rtn") -> dict[str, Any]:
         "orthogonality": 0.0 if training is None else training.orthogonality,
         "best_step": 0 if training is None else training.best_step,
         "evaluations": [] if training is None else training.evaluations,
-        "seconds_to_learn": 0.0 if training is None else training.seconds,
+        # At other bits the rotations are read, and the time is that of reading.
+        "seconds_to_learn": training.seconds if training and activation_bits == LEARNED_AT else 0.0,
     }
     rows = []
     for rank in RANKS if kind == "layerwise" else (0,):

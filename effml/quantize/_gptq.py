@@ -22,7 +22,7 @@ from effml.quantize._fake import FULL, check_bits, round_weight, weight_scale
 
 __all__ = ["RoundedKernel", "gptq", "rtn"]
 
-_MOST_DAMPING = 6  # times tenfold, before a Hessian counts as broken
+_LARGEST_DAMPING = 0.1  # of the mean diagonal, before a Hessian counts as broken
 
 
 class RoundedKernel(NamedTuple):
@@ -130,8 +130,8 @@ def gptq(
     kernel, block = _checked(kernel), count("block", block)
     if check_bits("bits", bits) == FULL:
         raise ValueError("bits=16 leaves weights as they are; give 2 to 8")
-    if not percdamp > 0:
-        raise ValueError(f"percdamp={percdamp!r} must be above 0")
+    if not 0 < percdamp < np.inf:
+        raise ValueError(f"percdamp={percdamp!r} must be finite and above 0")
     factor = _inverse_factor(np.asarray(hessian, np.float64), kernel.shape[0], float(percdamp))
     scale = _scale(kernel, bits, clip=clip, group_size=group_size)
     return RoundedKernel(*_sweep(kernel, jnp.asarray(factor, jnp.float32), scale, bits, block))
@@ -145,24 +145,31 @@ def _inverse_factor(hessian: np.ndarray, inputs: int, percdamp: float) -> np.nda
         raise ValueError(f"hessian of shape {hessian.shape} must be [{inputs}, {inputs}]")
     if not np.isfinite(hessian).all():
         raise ValueError("hessian holds values that are not finite")
+    largest = np.abs(hessian).max(initial=0.0)
+    if np.abs(hessian - hessian.T).max(initial=0.0) > 1e-4 * largest:
+        raise ValueError("hessian is not symmetric, so it is no sum of squares")
     diagonal = np.diag(hessian).copy()
     if diagonal.min() < 0:
         raise ValueError("hessian has a negative diagonal, so it is no sum of squares")
     # Inputs never seen have nothing to lose: alone on the diagonal they leave the others alone.
     unseen = diagonal == 0
     mean = diagonal.mean() or 1.0
-    for attempt in range(_MOST_DAMPING):
-        damped = hessian + np.diag(np.where(unseen, mean, percdamp * 10**attempt * mean))
+    damping = percdamp
+    while damping <= max(percdamp, _LARGEST_DAMPING):
+        damped = hessian + np.diag(np.where(unseen, mean, damping * mean))
         try:
             # In reverse order, H = V V^T with V upper triangular; then U is the inverse of V.
             lower = scipy.linalg.cholesky(damped[::-1, ::-1], lower=True, check_finite=False)
         except np.linalg.LinAlgError:
+            damping *= 10
             continue
         upper = scipy.linalg.solve_triangular(
             lower[::-1, ::-1], np.eye(inputs), lower=False, check_finite=False
         )
         return upper / np.diag(upper)[:, None]
-    raise ValueError("hessian is not positive semidefinite: no damping makes it so")
+    raise ValueError(
+        "hessian is not positive semidefinite: an eigenvalue lies further below 0 than rounding explains"
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "block"))

@@ -209,7 +209,12 @@ def quantized_residual(x: Array, update: Array, name: str, layer_params: Any) ->
     if change is None:
         return x + update
     if "t" in change:
-        turned = jnp.matmul(x, change["t"].astype(x.dtype), preferred_element_type=jnp.float32)
+        turned = jnp.matmul(
+            x,
+            change["t"].astype(x.dtype),
+            preferred_element_type=jnp.float32,
+            precision=jax.lax.Precision.HIGHEST,
+        )
         return turned.astype(x.dtype) + update
     return residual_rotate(x, change["q"].astype(x.dtype), change["m"].astype(x.dtype)) + update
 

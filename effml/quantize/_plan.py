@@ -269,7 +269,8 @@ def plan(
         count("steps", steps)
     count("batch", batch)
     positive("max_step", max_step)
-    positive("percdamp", percdamp)
+    if not 0 < percdamp < float("inf"):
+        raise ValueError(f"percdamp={percdamp!r} must be finite and above 0")
     if method != "respinquant":
         for name, value in (("rounding", rounding), ("rotation", rotation)):
             if value is not None:

@@ -101,8 +101,13 @@ def test_bad_input_is_named():
         quantize.gptq(kernel, -hessian, 4)
     with pytest.raises(ValueError, match="kernel holds values that are not finite"):
         quantize.gptq(kernel * np.inf, hessian, 4)
-    with pytest.raises(ValueError, match="percdamp=0 must be above 0"):
-        quantize.gptq(kernel, hessian, 4, percdamp=0)
+    for percdamp in (0, np.inf, np.nan):
+        with pytest.raises(ValueError, match=f"percdamp={percdamp} must be finite and above 0"):
+            quantize.gptq(kernel, hessian, 4, percdamp=percdamp)
+    with pytest.raises(ValueError, match="hessian is not symmetric"):
+        quantize.gptq(kernel[:2], np.array([[2.0, 5.0], [0.0, 2.0]]), 4)
+    with pytest.raises(ValueError, match="hessian is not positive semidefinite"):
+        quantize.gptq(kernel[:2], np.array([[1.0, 5.0], [5.0, 1.0]]), 4)
     with pytest.raises(ValueError, match="bits=16"):
         quantize.gptq(kernel, hessian, 16)
     with pytest.raises(ValueError, match="kernel of shape"):

@@ -50,6 +50,17 @@ def test_it_is_the_papers_subspace_by_svd():
     np.testing.assert_allclose(dense(respinquant.residual_subspace(transition, 4)), theirs, atol=1e-10)
 
 
+@pytest.mark.parametrize("rank", [2, 4, 6])
+def test_planes_that_turn_by_one_angle_are_not_mixed(rank):
+    turned = scipy.linalg.block_diag(
+        *[[[np.cos(a), -np.sin(a)], [np.sin(a), np.cos(a)]] for a in (0.7, 0.7, 0.1, 0.1)]
+    )
+    basis = scipy.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0]
+    transition = basis @ turned @ basis.T
+    found = respinquant.residual_subspace(transition, rank)
+    np.testing.assert_allclose(found.error, eckart_young(transition, rank), atol=1e-10)
+
+
 def test_half_turns_and_the_identity():
     half = np.diag([-1.0, -1.0, 1.0, 1.0, 1.0])
     np.testing.assert_allclose(dense(respinquant.residual_subspace(half, 2)), half, atol=1e-12)
@@ -91,5 +102,7 @@ def test_its_multiplications_are_counted_from_the_program():
     ],
 )
 def test_what_is_refused(matrix, rank, message):
+    with pytest.raises(TypeError, match=r"rank=4\.0 must be an integer"):
+        _residual.check_rank(4.0, 8)
     with pytest.raises(ValueError, match=message):
         respinquant.residual_subspace(matrix, rank)

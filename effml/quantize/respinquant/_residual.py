@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -26,23 +27,26 @@ class ResidualSubspace(NamedTuple):
     error: float
 
 
-def check_rank(rank: int, width: int) -> int:
+def check_rank(rank: float | int, width: int) -> int:
     """Returns `rank` if a basis change of this width can have it.
 
     Raises:
         ValueError: an odd rank cuts a plane of rotation in half; one outside 0 ... width.
+        TypeError: no integer.
 
     Example:
         >>> check_rank(32, 576)
         32
     """
+    if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+        raise TypeError(f"rank={rank!r} must be an integer")
     if not 0 <= rank <= width:
         raise ValueError(f"rank={rank!r} must be between 0 and the width {width}")
     if rank % 2 and rank != width:
         raise ValueError(
             f"rank={rank!r} must be even: rotations act in planes, and an odd rank cuts one (try {rank + 1})"
         )
-    return rank
+    return int(rank)
 
 
 def residual_subspace(transition: Float[Array | np.ndarray, "D D"] | Any, rank: int) -> ResidualSubspace:
@@ -52,8 +56,9 @@ def residual_subspace(transition: Float[Array | np.ndarray, "D D"] | Any, rank: 
 
     T is normal, so that the singular values of T - I come in pairs 2 sin(theta / 2), one pair for each plane that T
     turns, and the eigenvectors of the symmetric part with the lowest cosines span the planes that turn most. With an
-    even rank the subspace is invariant, Q^T T Q is orthogonal as it is, and the error is Eckart's and Young's: no
-    matrix of the rank is closer. The result is orthogonal for every T.
+    even rank and det T = 1 the subspace is invariant, Q^T T Q is orthogonal as it is, and the error is Eckart's and
+    Young's: no matrix of the rank is closer. The result is orthogonal for every T. Planes that turn by the same angle
+    are told apart by a Schur form.
 
     Args:
         transition: [D, D], orthogonal.
@@ -86,10 +91,28 @@ def residual_subspace(transition: Float[Array | np.ndarray, "D D"] | Any, rank: 
 
 def _subspace(wide: np.ndarray, rank: int) -> ResidualSubspace:
     q = np.linalg.eigh((wide + wide.T) / 2)[1][:, :rank]
-    left, _, right = np.linalg.svd(q.T @ wide @ q)
+    left, singular, right = np.linalg.svd(q.T @ wide @ q)
+    if singular.min(initial=1.0) < 1 - 1e-4:
+        q = _turning_planes(wide)[:, :rank]
+        left, _, right = np.linalg.svd(q.T @ wide @ q)
     m = left @ right - np.eye(rank)
     error = np.linalg.norm(wide - np.eye(len(wide)) - q @ m @ q.T)
     return ResidualSubspace(q, m, float(error))
+
+
+def _turning_planes(wide: np.ndarray) -> np.ndarray:
+    """Columns that span the planes T turns, the largest angle first.
+
+    Planes that turn by one angle share an eigenspace of the symmetric part, and an eigenvector of that need not lie in
+    any of them; the Schur form keeps planes apart, at ten times the cost.
+    """
+    import scipy.linalg
+
+    form, vectors = scipy.linalg.schur(wide, output="real")
+    cosines = np.diag(form).copy()
+    for row in np.flatnonzero(np.abs(np.diag(form, -1)) > 1e-9):
+        cosines[row : row + 2] = cosines[row : row + 2].mean()
+    return vectors[:, np.argsort(cosines, kind="stable")]
 
 
 def residual_rotate(
@@ -109,10 +132,12 @@ def residual_rotate(
         >>> residual_rotate(jnp.ones((3, 4)), jnp.zeros((4, 2)), jnp.zeros((2, 2))).shape
         (3, 4)
     """
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    y = jnp.matmul(x, q.astype(x.dtype), preferred_element_type=wide).astype(x.dtype)
-    z = jnp.matmul(y, m.astype(x.dtype), preferred_element_type=wide).astype(x.dtype)
-    return (x + jnp.matmul(z, q.T.astype(x.dtype), preferred_element_type=wide)).astype(x.dtype)
+    wide, highest = jnp.promote_types(x.dtype, jnp.float32), jax.lax.Precision.HIGHEST
+    y = jnp.matmul(x, q.astype(x.dtype), preferred_element_type=wide, precision=highest).astype(x.dtype)
+    z = jnp.matmul(y, m.astype(x.dtype), preferred_element_type=wide, precision=highest).astype(x.dtype)
+    return (x + jnp.matmul(z, q.T.astype(x.dtype), preferred_element_type=wide, precision=highest)).astype(
+        x.dtype
+    )
 
 
 def residual_macs(width: int, rank: int) -> int:
