@@ -108,7 +108,7 @@ def _turning_planes(wide: np.ndarray) -> np.ndarray:
     """
     import scipy.linalg
 
-    form, vectors = scipy.linalg.schur(wide, output="real")
+    form, vectors = scipy.linalg.schur(wide, output="real")[:2]
     cosines = np.diag(form).copy()
     for row in np.flatnonzero(np.abs(np.diag(form, -1)) > 1e-9):
         cosines[row : row + 2] = cosines[row : row + 2].mean()
