@@ -219,6 +219,9 @@ def test_an_interrupted_run_goes_on_where_it_was(trained, tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rotations.npz"]
     with pytest.raises(ValueError, match=r"rotations.npz' is of another run"):
         train(checkpoint=path, settings=dataclasses.replace(SETTINGS, max_step=0.2))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"rotations.npz' is damaged"):
+        train(checkpoint=path)
 
 
 def test_a_second_run_compiles_nothing(trained):

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -314,13 +315,18 @@ def _save(path: Path, fingerprint: str, trees: Any, losses: Any, taken: Any, eva
 def _load(path: Path, fingerprint: str, trees: Any) -> Any:
     if not path.exists():
         return None
-    with np.load(path, allow_pickle=False) as found:
-        if str(found["fingerprint"]) != fingerprint:
-            raise ValueError(
-                f"checkpoint={str(path)!r} is of another run (other weights, tokens, start or settings); "
-                "remove it, or name another file"
-            )
-        leaves, structure = jax.tree.flatten(trees)
-        restored = [jnp.asarray(found[f"leaf{i}"]) for i in range(len(leaves))]
-        evaluations = [(int(step), float(loss)) for step, loss in found["evaluations"]]
-        return structure.unflatten(restored), found["losses"].tolist(), found["taken"].tolist(), evaluations
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            found = dict(archive)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"checkpoint={str(path)!r} is damaged ({error}); remove it") from None
+    leaves, structure = jax.tree.flatten(trees)
+    names = {"fingerprint", "losses", "taken", "evaluations", *(f"leaf{i}" for i in range(len(leaves)))}
+    if names != found.keys() or str(found["fingerprint"]) != fingerprint:
+        raise ValueError(
+            f"checkpoint={str(path)!r} is of another run (other weights, tokens, start, optimizer or settings); "
+            "remove it, or name another file"
+        )
+    restored = [jnp.asarray(found[f"leaf{i}"]) for i in range(len(leaves))]
+    evaluations = [(int(step), float(loss)) for step, loss in found["evaluations"]]
+    return structure.unflatten(restored), found["losses"].tolist(), found["taken"].tolist(), evaluations
