@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -122,7 +123,9 @@ class PackedConfig:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in content:
             one_of("config field", name, names)
-        if not isinstance(content.get("model"), Mapping):
+        if missing := [name for name in names if name not in content]:
+            raise ValueError(f"config lacks {', '.join(missing)}")
+        if not isinstance(content["model"], Mapping):
             raise ValueError("config field model must be an object")
         for name in ("weight_bits", "group_size", "activation_bits", "key_value_bits", "residual_rank"):
             optional = name in ("group_size", "residual_rank")

@@ -130,6 +130,9 @@ def write_safetensors(
 ) -> None:
     """Writes named arrays (NumPy or JAX, any shape) to one safetensors file.
 
+    Raises:
+        OSError: where the file can't be written, a full disk among the reasons.
+
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
@@ -137,10 +140,14 @@ def write_safetensors(
         >>> SafeTensors([path]).read("kernel").tolist()
         [[1.0, 0.0], [0.0, 1.0]]
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
-    save_file(arrays, path, metadata={"format": "pt", **(metadata or {})})
+    try:
+        save_file(arrays, path, metadata={"format": "pt", **(metadata or {})})
+    except SafetensorError as error:
+        raise OSError(f"{path} can't be written: {error}") from None
 
 
 @contextlib.contextmanager
