@@ -100,7 +100,8 @@ def evaluate_model(
         The measurements.
 
     Raises:
-        ValueError: if the model has no tokenizer, a size is not positive or the text is too short.
+        ValueError: if the model has no tokenizer, a size is not positive, the text is too short
+            or the loss is not finite.
     """
     import jax
 
@@ -135,6 +136,10 @@ def evaluate_model(
     started = time.perf_counter()
     scores = train.evaluate(score, loaded.params, batches)
     seconds = time.perf_counter() - started
+    if not np.isfinite(scores["nats_per_token"]):
+        raise ValueError(
+            f"model {loaded.name!r} gives no finite loss: its weights hold NaN or infinity, or overflow"
+        )
     text_bytes = len(loaded.tokenizer.decode(tokens[1:]).encode("utf-8"))
     return Evaluation(
         name=loaded.name,

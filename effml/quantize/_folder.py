@@ -33,7 +33,8 @@ def packed_params(stored: Mapping[str, Any], config: PackedConfig, source: str) 
         What `forward` takes.
 
     Raises:
-        ValueError: naming the file and the tensor that is missing, too many, or of another shape or type.
+        ValueError: naming the file and the tensor that is missing, too many, or of another shape or type,
+            or the scale that is no size.
 
     Example:
         >>> from effml.nn import TransformerConfig
@@ -59,6 +60,9 @@ def packed_params(stored: Mapping[str, Any], config: PackedConfig, source: str) 
                 where = f"{source}: layers.{index}.{name}.packed"
                 if not isinstance(found, Mapping) or set(found) != {"codes", "scale"}:
                     raise ValueError(f"{where} must hold codes and scale")
+                scale = np.asarray(found["scale"])
+                if not (np.isfinite(scale) & (scale >= 0)).all():
+                    raise ValueError(f"{where}.scale holds values that are negative or not finite")
                 packed = PackedTensor(found["codes"], found["scale"], config.weight_bits, shapes[name][0])
                 layer[block][part] = {**params, "packed": packed}
         made.append(layer)

@@ -1,5 +1,7 @@
 """Measuring a model: every token once, and behind what its tokenizer puts in front."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -71,3 +73,9 @@ def test_two_loads_of_one_configuration_share_a_compiled_program(loaded, corpus)
     after = _make_eval_step.cache_info()
     assert after.misses - before.misses <= 1
     assert after.hits - before.hits >= 1
+
+
+def test_a_loss_that_is_not_finite_is_an_error(loaded, corpus):
+    broken = dataclasses.replace(loaded, params=jax.tree.map(lambda leaf: leaf * np.nan, loaded.params))
+    with pytest.raises(ValueError, match="gives no finite loss"):
+        evaluate_model(broken, corpus, length=8, batch_size=2)

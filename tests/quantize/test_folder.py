@@ -54,6 +54,10 @@ def test_another_dtype_is_that_of_what_is_not_packed(folder):
     [
         (lambda t: t.pop("layers.1.mlp.up.packed.scale"), "layers.1.mlp.up.packed must hold codes and scale"),
         (lambda t: t.pop("final_norm.scale"), "missing tensors: final_norm.scale"),
+        (
+            lambda t: t.update({"layers.0.mlp.up.packed.scale": -t["layers.0.mlp.up.packed.scale"]}),
+            "layers.0.mlp.up.packed.scale holds values that are negative or not finite",
+        ),
         (lambda t: t.update({"extra": np.ones(3)}), "unexpected tensors: extra"),
         (
             lambda t: t.update({"layers.0.mlp.up.packed.codes": np.zeros((48, 16), np.uint8)}),
