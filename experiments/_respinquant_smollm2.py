@@ -85,6 +85,7 @@ def run_job(kind: str, bits: str, rounding: str = "rtn") -> dict[str, Any]:
     windows = lambda text, count: loaded.tokenizer.encode(text)[: count * LENGTH + 1].astype(np.int32)
     measured = _windows(windows(held_out, WINDOWS), WINDOWS)
     learned_on = _windows(windows(calibration, STEPS + KEPT), STEPS + KEPT)
+    full_precision = _full_precision(loaded, measured)
     began = time.perf_counter()
     training = None
     rotations = None if kind == "none" else respinquant.init_rotations(jax.random.key(SEED), loaded.config)
@@ -114,13 +115,18 @@ def run_job(kind: str, bits: str, rounding: str = "rtn") -> dict[str, Any]:
     config = quantize.PackedConfig(
         ready.config, weight_bits=weight_bits, activation_bits=activation_bits, hadamard=ready.hadamard
     )
+    depth = config.model.num_layers
     stream = quantize.LayerStream(ready.params, learned_on[:, 0], config) if rounding == "gptq" else None
-    layers = []
-    for layer in ready.params["layers"]:
-        layers.append(rounded_layer(layer, weight_bits, stream))
+    # Each layer takes the place of its own original: whole copies of the model are what memory goes to.
+    rounded = {**ready.params, "layers": list(ready.params["layers"])}
+    del loaded, ready
+    for index, layer in enumerate(rounded["layers"]):
+        layer = rounded_layer(layer, weight_bits, stream)
         if stream is not None:
-            stream.advance(layers[-1])
-    rounded = {**ready.params, "layers": [_without_residual(layer) for layer in layers]}
+            stream.advance(layer)
+        rounded["layers"][index] = {name: part for name, part in layer.items() if name != "residual"}
+    rounded = transformer.stack_layers(rounded)
+    jax.block_until_ready(rounded)
     about = {
         "bits": bits,
         "kind": kind,
@@ -135,13 +141,11 @@ def run_job(kind: str, bits: str, rounding: str = "rtn") -> dict[str, Any]:
     rows = []
     for rank in RANKS if kind == "layerwise" else (0,):
         changes: list[dict[str, Any]] = []
+        layers = rounded["layers"]
         if rotations is not None:
-            rounded, changes = respinquant.attach_residuals(
-                {**rounded, "layers": [_without_residual(layer) for layer in rounded["layers"]]},
-                rotations,
-                rank,
-            )
-        nats = _measure(rounded, config, measured)
+            alone, changes = respinquant.attach_residuals({"layers": [{}] * depth}, rotations, rank)
+            layers = {**layers, **transformer.stack_layers(alone)["layers"]}
+        nats = _measure({**rounded, "layers": layers}, config, measured)
         of = {key: [one[key] for one in changes] or [0.0] for key in ("distance", "residual_error")}
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         means = {key: float(np.mean(values)) for key, values in of.items()}
@@ -149,7 +153,7 @@ def run_job(kind: str, bits: str, rounding: str = "rtn") -> dict[str, Any]:
         rows.append({**about, "rank": shown, "nats": nats, "peak_gib": peak, **means})
         print(f"{kind} {bits} {rounding} rank {shown}: {nats:.4f} nats", flush=True)
     seconds = time.perf_counter() - began
-    outcome = {"rows": rows, "full_precision": _full_precision(loaded, measured), "seconds": seconds}
+    outcome = {"rows": rows, "full_precision": full_precision, "seconds": seconds}
     temporary = path.with_suffix(".json.partial")
     temporary.write_text(json.dumps(outcome, indent=1))
     temporary.replace(path)
@@ -163,10 +167,6 @@ def _kept(kind: str, bits: str, rounding: str) -> Path:
 def _windows(tokens: np.ndarray, count: int) -> np.ndarray:
     """int32[count, 1, LENGTH + 1]; neighbours share a token."""
     return tokens[np.arange(count)[:, None, None] * LENGTH + np.arange(LENGTH + 1)]
-
-
-def _without_residual(layer: dict[str, Any]) -> dict[str, Any]:
-    return {name: part for name, part in layer.items() if name != "residual"}
 
 
 @functools.partial(jax.jit, static_argnames="config")

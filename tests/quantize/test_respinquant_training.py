@@ -245,6 +245,15 @@ def test_settings_out_of_range_are_named(options, message):
         RotationTraining(**options)
 
 
+@pytest.mark.parametrize(("most", "expected"), [(0, True), (10**12, False)])
+def test_activations_are_computed_twice_where_they_are_many(monkeypatch, most, expected):
+    seen = []
+    monkeypatch.setattr(_training, "_MOST_KEPT", most)
+    monkeypatch.setattr(_training, "_mean_loss", lambda *args: seen.append(args[-1].rematerialize) or 1.0)
+    train(settings=dataclasses.replace(SETTINGS, steps=0))
+    assert seen == [expected]
+
+
 def test_tokens_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"batches of shape \(2, 9\) must be tokens"):
         respinquant.train_rotations(PARAMS, START, TOKENS[0], CONFIG)

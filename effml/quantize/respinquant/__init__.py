@@ -26,8 +26,8 @@ Things to know:
 * The loss of a batch is noisy and a long step can end worse than it began: the best rotations on a fixed set are kept.
 * The head is not rounded, so the basis before it has no gradient and stays at the start.
 * What the down projection reads needs its own online Hadamard transform (`hadamard=True`).
-* Memory of training: the parameters twice, the rotations four times, and the activations of one batch, which
-  `rematerialize=True` exchanges for a third more time.
+* Memory of training: the parameters twice, the rotations four times, and the activations of one batch; where those are
+  many (`RotationTraining.rematerialize`) they are computed twice, for a third more time.
 
 Source: Kim, Wee, Kim, Hwang, Lee, Kwak, "ReSpinQuant", arXiv 2604.11080. No official code was found: the training
 recipe is that of SpinQuant (arXiv 2405.16406) and its code, with exact Cayley steps, QR by count, and `eigh` in place

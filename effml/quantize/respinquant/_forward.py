@@ -52,7 +52,8 @@ class RotationTraining:
         exact: the Cayley step by a solve; None does so up to a width of 1024.
         iters: iterations of the other form.
         renormalize_every: steps between QR factorisations that take rounding away.
-        rematerialize: compute a layer's activations again in the backward pass instead of keeping them.
+        rematerialize: compute a layer's activations again in the backward pass instead of keeping them, for a third
+            more time; None does so where they would take more than 256 MiB.
     """
 
     steps: int = 40
@@ -65,7 +66,7 @@ class RotationTraining:
     exact: bool | None = None
     iters: int = 5
     renormalize_every: int = 20
-    rematerialize: bool = False
+    rematerialize: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("activation_bits", "weight_bits", "key_value_bits"):
@@ -105,7 +106,7 @@ def quantized_loss(
         config,
         linear=linear,
         attention=attention,
-        rematerialize=settings.rematerialize,
+        rematerialize=bool(settings.rematerialize),
     )[0]
 
 

@@ -29,6 +29,8 @@ from effml.quantize.respinquant._rotations import RotationSet, orthogonality, tr
 
 __all__ = ["TrainedRotations", "evaluate_rotations", "train_rotations"]
 
+_MOST_KEPT = 256 * 2**20  # bytes of activations
+
 Progress = Callable[[int, int, float], Any]
 
 
@@ -116,6 +118,8 @@ def train_rotations(
     params, config = _prepared(params, config)
     if settings.exact is None:
         settings = replace(settings, exact=spec.width <= 1024)
+    if settings.rematerialize is None:
+        settings = replace(settings, rematerialize=_activation_bytes(batches, config) > _MOST_KEPT)
     leaves = _leaves(rotations, kind)
     state = () if optimizer is None else optimizer.init(leaves)
     best, losses, taken, evaluations = leaves, [], [], []
@@ -199,8 +203,9 @@ def _prepared(params: Mapping[str, Any], config: TransformerConfig) -> tuple[Any
     """Folded float32 parameters, layers stacked and projections joined."""
     params, config = untie(params, config)
     folded = fold_norms(params, transformer_spec(config))
-    folded = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), folded)
-    return transformer.join_projections(transformer.stack_layers(folded)), config
+    stacked = transformer.stack_layers(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), folded))
+    del folded
+    return transformer.join_projections(stacked), config
 
 
 def _leaves(rotations: RotationSet, kind: str) -> dict[str, Array]:
@@ -272,6 +277,12 @@ def _mean_loss(leaves: Any, params: Any, batches: Any, config: Any, settings: An
         float(_loss_alone(leaves, params, batch, config=config, settings=settings)) for batch in batches
     ]
     return float(np.mean(losses))
+
+
+def _activation_bytes(batches: np.ndarray, config: TransformerConfig) -> int:
+    """Roughly what a backward pass keeps of every layer: the stream, normed, rounded and turned, and the MLP's."""
+    tokens = batches.shape[1] * (batches.shape[2] - 1)
+    return 4 * tokens * config.num_layers * (12 * config.width + 6 * config.mlp_width)
 
 
 def _worst_if_nan(loss: float) -> float:
