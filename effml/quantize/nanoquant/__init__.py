@@ -1,0 +1,32 @@
+"""NanoQuant: weights of about one bit and below, as products of two binary factors."""
+
+from __future__ import annotations
+
+from effml.quantize.nanoquant._factorise import (
+    SCHEDULES,
+    BinaryFactors,
+    dbf_admm,
+    dual_svid,
+    lb_admm,
+    onebit_svid,
+    reconstruct,
+    sign_row_scale,
+    svid,
+    weighted_error,
+)
+from effml.quantize.nanoquant._rank import bits_per_weight, nanoquant_rank
+
+__all__ = [
+    "SCHEDULES",
+    "BinaryFactors",
+    "bits_per_weight",
+    "dbf_admm",
+    "dual_svid",
+    "lb_admm",
+    "nanoquant_rank",
+    "onebit_svid",
+    "reconstruct",
+    "sign_row_scale",
+    "svid",
+    "weighted_error",
+]
