@@ -15,17 +15,20 @@ from effml.quantize.nanoquant._factorise import (
     weighted_error,
 )
 from effml.quantize.nanoquant._rank import bits_per_weight, nanoquant_rank
+from effml.quantize.nanoquant._statistics import collect_diag_stats, shrink
 
 __all__ = [
     "SCHEDULES",
     "BinaryFactors",
     "bits_per_weight",
+    "collect_diag_stats",
     "dbf_admm",
     "dual_svid",
     "lb_admm",
     "nanoquant_rank",
     "onebit_svid",
     "reconstruct",
+    "shrink",
     "sign_row_scale",
     "svid",
     "weighted_error",
