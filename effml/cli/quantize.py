@@ -5,8 +5,11 @@ The work goes on in OUT.partial until it is whole; after an interruption the sam
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +20,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from effml.models import LoadedModel
-    from effml.quantize import QuantizationPlan
+    from effml.quantize import QuantizationPlan, QuantizationRows
+
+_TOKENS = 16_384
+_TOKENS_OF_A_STEP = 512
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,8 @@ class Command:
     """rtn (round to nearest), gptq (errors made up for on calibration text), respinquant (learned rotations first)."""
     bits: str = "W4A4"
     """Bits of weights, activations, and keys and values, such as W4A4, W3A3, W4A16 or W4A4KV4."""
-    data: str = "stdlib"
-    """Text to calibrate on, its training side: a folder, a file, or stdlib."""
+    data: str | None = None
+    """Text to calibrate on, its training side: a folder, a file, or stdlib (the default). rtn reads none."""
     out: Path | None = None
     """New folder for the packed model (default: runs/quantize/MODEL-BITS-METHOD)."""
     dry_run: bool = False
@@ -42,20 +48,23 @@ class Command:
     """Scales that reach the largest weight, instead of those with the smallest error."""
     keep_dtype: str = "float32"
     """Of embedding and head, which are not rounded: float32 or bfloat16."""
-    calibration_tokens: int = 16_384
-    """Tokens of text to calibrate on."""
+    calibration_tokens: int | None = None
+    """Tokens of text to calibrate on, at least one window (default: 16384)."""
     calibration_length: int | None = None
-    """Tokens in one window; none is the length that effml train used, or 512 for models from elsewhere."""
+    """Tokens in one window, at most what the model reads at once; none is the length that effml train used, or 512 for
+    models from elsewhere."""
     rotation: str | None = None
     """respinquant: layerwise (each half layer has its own), global (one for all), hadamard (not learned) or none."""
-    rank: int = 32
-    """respinquant: of the basis changes between layers, even; 0 is none at all."""
+    rank: int | None = None
+    """respinquant: of the basis changes between layers, even; 0 is none at all (default: 32)."""
     exact: bool = False
     """respinquant: exact basis changes instead of those of --rank."""
-    steps: int = 40
-    """respinquant: of training the rotations, one window each."""
-    max_step: float = 1.5
-    """respinquant: ceiling of such a step."""
+    steps: int | None = None
+    """respinquant: of training the rotations, 0 or more (default: 40)."""
+    max_step: float | None = None
+    """respinquant: ceiling of such a step, above 0 (default: 1.5)."""
+    batch: int | None = None
+    """respinquant: windows of such a step; none is as many as hold 512 tokens, and a quarter of all at most."""
     rounding: str | None = None
     """respinquant: gptq or rtn for the rotated weights; none is gptq."""
     seed: int = 0
@@ -71,7 +80,11 @@ class Command:
 
         started = time.perf_counter()
         seed_in_range(self.seed)
-        count("calibration_tokens", self.calibration_tokens)
+        for name in ("calibration_tokens", "calibration_length", "batch"):
+            if getattr(self, name) is not None:
+                count(name, getattr(self, name))
+        if self.exact and self.rank is not None:
+            raise ValueError(f"rank={self.rank} and exact are two answers to one question; give one of them")
         out = self.out or Path("runs/quantize") / f"{Path(self.model).name}-{self.bits}-{self.method}".lower()
         if not self.dry_run:
             _check_new(out)
@@ -80,25 +93,22 @@ class Command:
             raise ValueError(
                 f"model={self.model!r} is of kind {loaded.kind!r}; only dense models are quantised"
             )
-        plan = quantize.plan(
-            loaded.config,
-            method=self.method,
-            bits=self.bits,
-            group_size=self.group_size,
-            clip=None if self.no_clip else "mse",
-            rounding=self.rounding,
-            rotation=self.rotation,
-            rank=None if self.exact else self.rank,
-            steps=self.steps,
-            max_step=self.max_step,
-            keep_dtype=self.keep_dtype,
-        )
-        self._show(plan, loaded)
+        plan = self._plan(loaded)
+        self._refuse_unused(plan)
+        if plan.needs_calibration:
+            self._window_shape(loaded, 2 * plan.batch if plan.steps else 1)
         if self.dry_run:
+            self._show(plan, loaded)
             return 0
         tokens = self._windows(loaded) if plan.needs_calibration else None
         work = out.with_name(out.name + ".partial")
-        shown = _Progress(f"work folder: {work}; if it is interrupted, the same command goes on there")
+
+        def begin() -> None:
+            self._show(plan, loaded)
+            line = f"work folder: {work}; if it is interrupted, the same command goes on there"
+            print(line, file=sys.stderr, flush=True)
+
+        shown = _Progress(begin)
         params, config, rows = quantize.apply(
             plan,
             loaded.params,
@@ -115,19 +125,30 @@ class Command:
             loaded.tokenizer,
             loaded.chat_template,
             kind="packed",
-            extra={**loaded.extra, "quantized_from": loaded.name, "calibration": self.data},
+            extra={
+                **loaded.extra,
+                "quantized_from": loaded.name,
+                "calibration": (self.data or "stdlib") if plan.needs_calibration else None,
+            },
         )
+        # The library that writes tensors makes files for their owner alone.
+        (out / "model.safetensors").chmod((out / "effml.json").stat().st_mode & 0o777)
         result = report.Result(
             method="quantize",
             preset="cpu",
             seeds=(self.seed,),
-            rows=rows,
+            rows=list(rows),
+            curves=_curves(rows),
+            summary=_summary(rows),
             seconds=time.perf_counter() - started,
-            command=f"effml quantize {self.model} --method {self.method} --bits {plan.bits} --data {self.data}",
+            command=self._command(),
         )
         result.save(out / "result.json")
         quantize.WorkFolder.discard(work)
-        Console().print(report.table(_by_layer(rows)))
+        if rows:
+            Console().print(report.table(_by_layer(rows)))
+        if rows.training is not None:
+            print(_about_training(rows.training))
         size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
         print(
             f"{plan.bits} by {self.method}: {size / 1e6:.1f} MB, was {loaded.bytes_on_disk / 1e6:.1f} MB on disk"
@@ -136,27 +157,94 @@ class Command:
         print(f"go on with: effml evaluate {out}   or   effml generate {out} --prompt TEXT")
         return 0
 
+    def _plan(self, loaded: LoadedModel) -> QuantizationPlan:
+        from effml import quantize
+
+        batch = self.batch
+        if batch is None and self.method == "respinquant":
+            windows, length = self._window_shape(loaded)
+            batch = max(1, min(_TOKENS_OF_A_STEP // length, windows // 4))
+        given = {"rank": self.rank, "steps": self.steps, "max_step": self.max_step, "batch": batch}
+        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if self.exact:
+            options["rank"] = None
+        return quantize.plan(
+            loaded.config,
+            method=self.method,
+            bits=self.bits,
+            group_size=self.group_size,
+            clip=None if self.no_clip else "mse",
+            rounding=self.rounding,
+            rotation=self.rotation,
+            keep_dtype=self.keep_dtype,
+            **options,
+        )
+
+    def _refuse_unused(self, plan: QuantizationPlan) -> None:
+        """An option that changes nothing is one that was meant otherwise."""
+        learned = plan.rotation in ("global", "layerwise")
+        for without, names, why in (
+            (
+                not plan.needs_calibration,
+                ("data", "calibration_tokens", "calibration_length"),
+                "no text is read",
+            ),
+            (plan.rotation != "layerwise", ("rank", "exact"), "no basis changes on its skips"),
+            (not learned, ("steps", "max_step", "batch"), "no rotation is learned"),
+            (plan.weight_bits == 16, ("group_size", "no_clip", "rounding"), "no weight is rounded"),
+        ):
+            for name in names:
+                if without and getattr(self, name) not in (None, False):
+                    rotation = f" with rotation={plan.rotation!r}" if plan.method == "respinquant" else ""
+                    raise ValueError(
+                        f"--{name.replace('_', '-')} has no use here, leave it out: method={plan.method!r}"
+                        f"{rotation} and bits={plan.bits!r} have {why}"
+                    )
+
+    def _window_shape(self, loaded: LoadedModel, least: int = 1) -> tuple[int, int]:
+        """How many windows of text, and the tokens of each."""
+        from effml.pipeline.evaluation import window_length
+
+        prefix = 0 if loaded.tokenizer is None else len(loaded.tokenizer.prefix_ids)
+        most = loaded.config.max_length - prefix
+        trained = loaded.extra.get("trained_length", 2)
+        if type(trained) is not int or trained < 2:
+            raise ValueError(f"{loaded.source}: trained_length={trained!r} must be an integer, 2 or more")
+        length = self.calibration_length
+        if length is None:
+            length = min(window_length(loaded), most)
+        if not 2 <= length <= most:
+            behind = f", its prefix of {prefix} left out" if prefix else ""
+            raise ValueError(
+                f"calibration_length={length} must be 2 to {most}, what the model reads at once{behind}"
+            )
+        tokens = self.calibration_tokens or _TOKENS
+        windows = -(-tokens // length)
+        if tokens < length or windows < least:
+            wanted = "one window is" if least == 1 else f"rotations need {least} windows, that is"
+            raise ValueError(
+                f"calibration_tokens={tokens} are too few: {wanted} {least * length}; give more, or a smaller "
+                f"--calibration-length{'' if least <= 2 else ' or --batch'}"
+            )
+        return windows, length
+
     def _windows(self, loaded: LoadedModel) -> np.ndarray:
         """int32[windows, length + 1] of the text's training side, each behind the tokenizer's prefix."""
         import numpy as np
 
         from effml import data
-        from effml.pipeline.evaluation import window_length
 
         if loaded.tokenizer is None:
             raise ValueError(f"model {self.model!r} has no tokenizer, so it can't read calibration text")
         prefix = np.asarray(loaded.tokenizer.prefix_ids, np.int32)
-        length = window_length(loaded) if self.calibration_length is None else self.calibration_length
-        length = min(length, loaded.config.max_length - len(prefix))
-        if length < 2:
-            raise ValueError(f"calibration_length={length} must be at least 2")
-        windows = -(-self.calibration_tokens // length)
+        windows, length = self._window_shape(loaded)
         # More text than the windows need, so that they are of many places.
-        corpus = data.load_corpus(self.data, max_bytes=max(40 * self.calibration_tokens, 200_000))
+        source = self.data or "stdlib"
+        corpus = data.load_corpus(source, max_bytes=max(40 * windows * length, 200_000))
         tokens = data.encode_corpus(corpus, "train", loaded.tokenizer)
         if len(tokens) < windows * length + 1:
             raise ValueError(
-                f"data={self.data!r} has {len(tokens):,} tokens to calibrate on, {windows} windows of {length} need "
+                f"data={source!r} has {len(tokens):,} tokens to calibrate on, {windows} windows of {length} need "
                 f"{windows * length + 1:,}: give more text, or fewer --calibration-tokens"
             )
         starts = np.random.default_rng(self.seed).integers(0, len(tokens) - length, windows)
@@ -172,10 +260,28 @@ class Command:
         before = _bytes(loaded.params)
         after = plan.packed_bytes + plan.kept_bytes
         Console().print(report.table(plan.summary()))
+        windows, length = self._window_shape(loaded) if plan.needs_calibration else (0, 0)
         print(
             f"{plan.method} {plan.bits}{rotated}: {before / 1e6:.1f} MB of parameters become {after / 1e6:.1f} MB; "
-            f"about {_duration(_seconds(plan, self.calibration_tokens))} on this machine"
+            f"about {_duration(_seconds(plan, windows, length))} on this machine"
         )
+        if plan.weight_bits == 16:
+            print("weights stay as they are: what is rounded is rounded while the model runs")
+        widest = max(row.inputs for row in plan.rows)
+        if plan.rounding == "gptq" and plan.weight_bits != 16 and windows * length < widest:
+            print(
+                f"{windows * length} calibration tokens are fewer than the {widest} inputs of the widest kernel: "
+                "more --calibration-tokens would do better"
+            )
+
+    def _command(self) -> str:
+        words = ["effml", "quantize", self.model]
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                name = "--" + field.name.replace("_", "-")
+                words += [name] if value is True else [name, str(value)]
+        return shlex.join(words)
 
 
 def _check_new(out: Path) -> None:
@@ -184,6 +290,9 @@ def _check_new(out: Path) -> None:
         raise ValueError(f"out={str(out)!r} is a file; name a folder that may be created")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"out={str(out)!r} holds files; choose a new or empty folder")
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"out={str(out)!r} can't be made: {above} is a file")
 
 
 def _bytes(tree: Any) -> int:
@@ -192,7 +301,7 @@ def _bytes(tree: Any) -> int:
     return trees.byte_count(tree)
 
 
-def _seconds(plan: QuantizationPlan, tokens: int) -> float:
+def _seconds(plan: QuantizationPlan, windows: int, length: int) -> float:
     """A rough guess from operation counts and one timed product."""
     import jax
     import jax.numpy as jnp
@@ -210,11 +319,11 @@ def _seconds(plan: QuantizationPlan, tokens: int) -> float:
         seconds += (80 if plan.clip else 1) * 4e-9 * weights
         if plan.rounding == "gptq":
             inputs = {(row.layer, row.name.split(".")[0], row.inputs): row.inputs for row in plan.rows}
+            tokens = windows * length
             counted = 2 * 2 * tokens * weights + 2 * tokens * sum(n * n for n in inputs.values())
             counted += sum(2 * row.inputs**2 * (row.inputs + row.outputs) for row in plan.rows)
             seconds += counted / rate
-    window = 512
-    return 5 + seconds + plan.steps * plan.batch * window * 12 * weights / rate
+    return 5 + seconds + plan.steps * plan.batch * length * 12 * weights / rate
 
 
 def _duration(seconds: float) -> str:
@@ -235,6 +344,7 @@ def _by_layer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for name, key in (
             ("output error", "output_error"),
             ("orthogonality", "orthogonality"),
+            ("basis change", "distance"),
             ("basis change error", "residual_error"),
         ):
             found = [row[key] for row in own if row.get(key) is not None]
@@ -244,20 +354,51 @@ def _by_layer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return table
 
 
+def _curves(rows: QuantizationRows) -> dict[str, Any]:
+    if not rows.transitions:
+        return {}
+    training = rows.training or {}
+    kept = {name: training[name] for name in ("losses", "evaluations") if name in training}
+    return {**kept, "transitions": list(rows.transitions)}
+
+
+def _summary(rows: QuantizationRows) -> dict[str, float | int]:
+    if rows.training is None:
+        return {}
+    names = ("steps", "best_step", "mean_step", "max_step", "orthogonality")
+    found = {name: rows.training[name] for name in names if rows.training[name] is not None}
+    nats = dict(rows.training["evaluations"])
+    return {**found, "nats_at_start": nats[0], "nats_at_best": nats[rows.training["best_step"]]}
+
+
+def _about_training(training: dict[str, Any]) -> str:
+    nats = dict(training["evaluations"])
+    best = training["best_step"]
+    chosen = (
+        f"those after step {best} were the best, {nats[best]:.4f} nats per token"
+        if best
+        else "none was better"
+    )
+    return (
+        f"rotations: of {training['steps']} steps, {chosen} on the fixed set ({nats[0]:.4f} at the start); "
+        f"mean step {training['mean_step']:.3g}, its ceiling {training['max_step']:g}"
+    )
+
+
 class _Progress:
     """Lines with the rest of the time: one that is written over on a terminal, one every 5 seconds elsewhere."""
 
-    def __init__(self, heading: str) -> None:
-        self._heading = heading
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
         self._stage = ""
         self._began = self._shown = 0.0
         self._first = 0
 
     def __call__(self, stage: str, done: int, total: int, detail: str) -> None:
         now = time.perf_counter()
-        if self._heading:
-            print(self._heading, file=sys.stderr, flush=True)
-            self._heading = ""
+        if stage == "checks":
+            self._begin()
+            return
         if stage != self._stage:
             self._stage, self._began, self._first, self._shown = stage, now, done, 0.0
         each = (now - self._began) / max(done - self._first, 1)

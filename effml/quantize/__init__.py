@@ -16,7 +16,7 @@ writes it.
 from __future__ import annotations
 
 from effml.quantize import respinquant
-from effml.quantize._apply import apply
+from effml.quantize._apply import QuantizationRows, apply
 from effml.quantize._calibrate import INPUT_OF, InputStatistics, LayerStream, calibrate
 from effml.quantize._fake import (
     check_bits,
@@ -49,6 +49,7 @@ __all__ = [
     "PackedTensor",
     "PlanRow",
     "QuantizationPlan",
+    "QuantizationRows",
     "RoundedKernel",
     "WorkFolder",
     "apply",

@@ -17,16 +17,37 @@ from effml.nn.transformer import TransformerConfig
 from effml.quantize import respinquant
 from effml.quantize._calibrate import INPUT_OF, LayerStream, check_tokens
 from effml.quantize._fake import FULL
-from effml.quantize._gptq import gptq, rtn
+from effml.quantize._gptq import RoundedKernel, gptq, rtn
+from effml.quantize._host import on_host
 from effml.quantize._model import PackedConfig
 from effml.quantize._packed import PackedTensor
 from effml.quantize._plan import QuantizationPlan
 from effml.quantize._work import WorkFolder, digest
+from effml.quantize.respinquant._prepare import split_windows
 from effml.trees import path_name
 
-__all__ = ["ApplyProgress", "apply"]
+__all__ = ["ApplyProgress", "QuantizationRows", "apply"]
 
 ApplyProgress = Callable[[str, int, int, str], None]
+
+
+class QuantizationRows(list[dict[str, Any]]):
+    """One row for each kernel, and what there is to say about rotations.
+
+    Attributes:
+        training: of the rotations: `steps`, `best_step` (after which the best were found; 0 is the start), `mean_step`
+            (of the steps taken, whose ceiling is `max_step`), `losses` (of the training batches), `evaluations` ([step,
+            nats per token on the fixed set]), `orthogonality`, `seconds`; None where nothing was trained.
+        transitions: one row for each skip: `layer`, `half`, `orthogonality`, `distance` (||T - I||_F),
+            `residual_error` (||T - T^||_F), `rank`.
+
+    Example:
+        >>> QuantizationRows([{"layer": 0}]).training is None
+        True
+    """
+
+    training: dict[str, Any] | None = None
+    transitions: tuple[dict[str, Any], ...] = ()
 
 
 def apply(
@@ -38,7 +59,7 @@ def apply(
     key: Array,
     work: str | os.PathLike[str] | None = None,
     progress: ApplyProgress | None = None,
-) -> tuple[dict[str, Any], PackedConfig, list[dict[str, Any]]]:
+) -> tuple[dict[str, Any], PackedConfig, QuantizationRows]:
     """Does what a plan says.
 
     GPTQ sees each layer's input as the layers before it, already rounded, make it.
@@ -52,16 +73,20 @@ def apply(
         key: of the rotations' start.
         work: a folder for finished layers and rotations: with it, work that was killed goes on where it was. Delete it
             when the result is saved. None keeps nothing.
-        progress: `(stage, done, total, detail)`, called after each step of training and each layer.
+        progress: `(stage, done, total, detail)`, called with the stage "checks" when nothing was found wrong, then
+            after each step of training ("rotations") and each layer ("layers").
 
     Returns:
-        The parameters of a packed model (a list of layers), its configuration, and one row for each kernel: `layer`,
-        `name`, `bits`, `bytes`, `weight_error` (||K^ - K|| / ||K||), `output_error` (the same of the product's output
-        on the calibration text, or None), `seconds`; with rotations also `orthogonality` and `residual_error`.
+        The parameters of a packed model (a list of layers), its configuration, and `QuantizationRows`, one for each
+        kernel: `layer`, `name`, `bits`, `groups`, `bytes`, `weight_error` (||K^ - K|| / ||K||), `output_error` (the
+        same of the product's output on the calibration text, or None), `seconds`; with rotations also `orthogonality`,
+        `distance` and `residual_error` of the skip around the kernel.
 
     Raises:
-        ValueError: for a plan of another model, parameters that are not finite, calibration tokens that are missing or
-            unreadable, or the work folder of another run; all before any work.
+        ValueError: for a plan of another model, parameters that are not finite, calibration tokens that are missing,
+            too few or unreadable, or the work folder of another run: all before any work. For activations that are
+            not finite, naming layer and kernel; the work folder keeps what was done before.
+        TypeError: under `jit`.
 
     Example:
         >>> from effml.quantize import plan
@@ -72,6 +97,7 @@ def apply(
         >>> packed["layers"][0]["mlp"]["up"]["packed"].shape, len(rows)
         ((32, 64), 14)
     """
+    on_host("quantize.apply", model_params, calibration_tokens, key)
     params = transformer.unstack_layers(model_params)
     _check(plan, params, config)
     tokens = None if calibration_tokens is None else check_tokens(calibration_tokens, config)
@@ -79,6 +105,8 @@ def apply(
         raise ValueError(
             f"method={plan.method!r} with this plan learns from text: it needs calibration tokens"
         )
+    if plan.steps:
+        split_windows(tokens, plan.batch)
     if work is None:
         return _apply(plan, params, config, tokens, key, None, progress)
     fingerprint = {
@@ -122,8 +150,10 @@ def _apply(
     key: Array,
     work: WorkFolder | None,
     progress: ApplyProgress | None,
-) -> tuple[dict[str, Any], PackedConfig, list[dict[str, Any]]]:
+) -> tuple[dict[str, Any], PackedConfig, QuantizationRows]:
     say = progress or (lambda *_: None)
+    say("checks", 1, 1, "")
+    rows = QuantizationRows()
     hadamard, residuals = False, {}
     if plan.method == "respinquant":
         ready = respinquant.prepare(
@@ -140,10 +170,12 @@ def _apply(
                 key_value_bits=plan.key_value_bits,
             ),
             batch=plan.batch,
-            checkpoint=None if work is None else work.folder / "rotations.npz",
+            checkpoint=None if work is None else work.rotations,
             progress=lambda step, steps, loss: say("rotations", step, steps, f"loss {loss:.4f}"),
         )
         params, config, hadamard = ready.params, ready.config, ready.hadamard
+        rows.transitions = tuple(ready.rows)
+        rows.training = _about(ready.training, plan)
         residuals = {(row["layer"], row["half"]): row for row in ready.rows}
     packed_config = PackedConfig(
         model=config,
@@ -159,7 +191,7 @@ def _apply(
     stream = (
         None if tokens is None or plan.weight_bits == FULL else LayerStream(params, tokens, packed_config)
     )
-    layers, rows = [], []
+    layers = []
     for index, layer in enumerate(params["layers"]):
         found = None if work is None else work.load(index)
         if found is not None:
@@ -169,10 +201,11 @@ def _apply(
             for row in layer_rows:
                 half = residuals.get((index, row["name"].split(".")[0]))
                 if half is not None:
-                    row |= {name: half[name] for name in ("orthogonality", "residual_error")}
+                    row |= {name: half[name] for name in ("orthogonality", "distance", "residual_error")}
             if work is not None:
                 work.save(index, _codes(rounded), layer_rows)
-        layers.append(jax.tree.map(jnp.asarray, rounded))
+        rounded = _without_narrow(rounded)
+        layers.append(rounded)
         rows += layer_rows
         worst = max((row["weight_error"] for row in layer_rows), default=0.0)
         say("layers", index + 1, len(params["layers"]), f"largest weight error {worst:.3f}")
@@ -190,6 +223,31 @@ def _kept(parts: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         return jnp.asarray(leaf, dtype if large else jnp.float32)
 
     return jax.tree_util.tree_map_with_path(cast, dict(parts))
+
+
+def _without_narrow(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Norms, biases and basis changes in float32, whatever the model had; kernels as they are."""
+
+    def cast(path: Any, leaf: Any) -> Array:
+        kernel = path_name(path).endswith((".kernel", ".codes"))
+        return jnp.asarray(leaf) if kernel else jnp.asarray(leaf, jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(cast, dict(layer))
+
+
+def _about(training: respinquant.TrainedRotations | None, plan: QuantizationPlan) -> dict[str, Any] | None:
+    if training is None:
+        return None
+    return {
+        "steps": len(training.losses),
+        "best_step": training.best_step,
+        "max_step": plan.max_step,
+        "mean_step": float(np.mean(training.taken)) if training.taken else None,
+        "losses": training.losses,
+        "evaluations": [list(one) for one in training.evaluations],
+        "orthogonality": training.orthogonality,
+        "seconds": training.seconds,
+    }
 
 
 def _places(layer: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -215,18 +273,11 @@ def _round_layer(
         kernel = np.asarray(old["kernel"], np.float32)
         read = seen.get(INPUT_OF[name])
         hessian = None if read is None else read.hessian
-        if plan.rounding == "gptq":
-            result = gptq(
-                kernel,
-                hessian,
-                plan.weight_bits,
-                percdamp=plan.percdamp,
-                clip=plan.clip,
-                group_size=plan.group_size,
-            )
-        else:
-            result = rtn(kernel, plan.weight_bits, clip=plan.clip, group_size=plan.group_size)
-        packed = PackedTensor.pack(result.codes, result.scale, plan.weight_bits)
+        try:
+            result = _rounded(kernel, hessian, plan)
+            packed = PackedTensor.pack(result.codes, result.scale, plan.weight_bits)
+        except ValueError as error:
+            raise ValueError(f"layers.{index}.{name}: {error}") from None
         rounded[block][part] = {
             "packed": packed,
             **{name: value for name, value in old.items() if name != "kernel"},
@@ -247,6 +298,13 @@ def _round_layer(
         )
         started = finished
     return rounded, rows
+
+
+def _rounded(kernel: np.ndarray, hessian: np.ndarray | None, plan: QuantizationPlan) -> RoundedKernel:
+    shared = {"clip": plan.clip, "group_size": plan.group_size}
+    if plan.rounding == "gptq":
+        return gptq(kernel, hessian, plan.weight_bits, percdamp=plan.percdamp, **shared)
+    return rtn(kernel, plan.weight_bits, **shared)
 
 
 def _output_error(wrong: np.ndarray, kernel: np.ndarray, hessian: np.ndarray) -> float:

@@ -14,6 +14,7 @@ from jaxtyping import Array
 from effml.nn import transformer
 from effml.nn.transformer import TransformerConfig
 from effml.quantize._fake import FULL
+from effml.quantize._host import on_host
 from effml.quantize._model import PackedConfig, quantized_input, seams
 
 __all__ = ["INPUT_OF", "InputStatistics", "LayerStream", "calibrate", "check_tokens"]
@@ -52,12 +53,13 @@ def check_tokens(tokens: Any, config: TransformerConfig) -> np.ndarray:
 
     Raises:
         ValueError: for another shape, ids outside the vocabulary, or windows longer than learned positions.
-        TypeError: for anything but integers.
+        TypeError: for anything but integers, or under `jit`.
 
     Example:
         >>> check_tokens(np.zeros((2, 9), int), TransformerConfig(256, 32, 2, 4, 64)).dtype
         dtype('int32')
     """
+    on_host("reading calibration tokens", tokens)
     tokens = np.asarray(tokens)
     if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
         raise ValueError(
@@ -99,14 +101,21 @@ class LayerStream:
         self._config = config
         tokens = check_tokens(tokens, config.model)[:, :-1]
         windows, length = tokens.shape
-        most = max(1, _MOST_TOKENS // length)
-        self._batch = max(size for size in range(1, windows + 1) if windows % size == 0 and size <= most)
+        parts = -(-windows // max(1, _MOST_TOKENS // length))
+        self._batch = -(-windows // parts)
+        self._layer = 0
         first = {name: part for name, part in params.items() if name in ("embedding", "positions")}
-        parts = [np.asarray(_embed(first, part, config.model)) for part in self._split(tokens)]
-        self._hidden = np.concatenate(parts)
+        self._hidden = self._map(lambda x: _embed(first, x, config.model), tokens)
 
-    def _split(self, rows: np.ndarray) -> list[np.ndarray]:
-        return [rows[i : i + self._batch] for i in range(0, len(rows), self._batch)]
+    def _split(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+        """Batches of one size, and how many windows of each are real: the last is filled up with zeros."""
+        for start in range(0, len(rows), self._batch):
+            part = rows[start : start + self._batch]
+            room = self._batch - len(part)
+            yield np.pad(part, [(0, room)] + [(0, 0)] * (part.ndim - 1)), len(part)
+
+    def _map(self, function: Any, rows: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.asarray(function(part))[:real] for part, real in self._split(rows)])
 
     def statistics(self, layer_params: Any, *, full: bool = True) -> dict[str, InputStatistics]:
         """What the kernels of the layer in front of the stream read.
@@ -119,19 +128,23 @@ class LayerStream:
             By the names of `INPUT_OF`'s taps.
 
         Raises:
-            ValueError: if an input is not finite.
+            ValueError: if an input is not finite, naming layer and kernels.
         """
         sums: Any = None
         layer_params = jax.tree.map(jnp.asarray, layer_params)
-        for x in self._split(self._hidden):
-            part = _observe(layer_params, x, config=self._config, full=full)
+        for x, real in self._split(self._hidden):
+            part = _observe(layer_params, x, real, config=self._config, full=full)
             sums = part if sums is None else jax.tree.map(jnp.add, sums, part)
         tokens = self._hidden.shape[0] * self._hidden.shape[1]
         found = {}
         for name, (squares, hessian) in sums.items():
             mean = np.asarray(squares) / tokens
             if not np.isfinite(mean).all():
-                raise ValueError(f"{name}: activations are not finite on the calibration text")
+                readers = [one for one, tap in INPUT_OF.items() if tap == name]
+                raise ValueError(
+                    f"layers.{self._layer}: what {' and '.join(readers)} would read of the calibration text is not "
+                    "finite, or its squares are not"
+                )
             found[name] = InputStatistics(
                 mean, None if hessian is None else np.asarray(hessian) / tokens, tokens
             )
@@ -140,10 +153,8 @@ class LayerStream:
     def advance(self, layer_params: Any) -> None:
         """Runs the layer in front of the stream on it."""
         layer_params = jax.tree.map(jnp.asarray, layer_params)
-        parts = [
-            np.asarray(_advance(layer_params, x, config=self._config)) for x in self._split(self._hidden)
-        ]
-        self._hidden = np.concatenate(parts)
+        self._hidden = self._map(lambda x: _advance(layer_params, x, config=self._config), self._hidden)
+        self._layer += 1
 
 
 def calibrate(
@@ -202,11 +213,13 @@ def _advance(layer_params: Any, x: Array, *, config: PackedConfig) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "full"))
-def _observe(layer_params: Any, x: Array, *, config: PackedConfig, full: bool) -> Any:
+def _observe(layer_params: Any, x: Array, real: Any, *, config: PackedConfig, full: bool) -> Any:
+    counts = (jnp.arange(x.shape[0]) < real)[:, None, None]
+
     def tap(name: str, layer: Any, value: Array) -> Any:
         if name not in _READERS:
             return None
-        read = quantized_input(value, _READERS[name], config)
+        read = jnp.where(counts, quantized_input(value, _READERS[name], config), 0)
         read = read.reshape(-1, read.shape[-1]).astype(jnp.float32)
         hessian = jnp.matmul(read.T, read, precision=jax.lax.Precision.HIGHEST) if full else None
         return jnp.square(read).sum(0), hessian

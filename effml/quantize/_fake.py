@@ -8,6 +8,7 @@ $$\hat x = x + \mathrm{stop}(s\,(q - z) - x)$$
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -49,7 +50,9 @@ def check_bits(argument: str, bits: Any) -> int:
         ...
         ValueError: weight_bits=9 must be 2 to 8, or 16 for none
     """
-    whole = count(argument, bits)
+    if isinstance(bits, bool) or not hasattr(bits, "__index__"):
+        raise TypeError(f"{argument}={bits!r} must be an integer: 2 to 8, or 16 for none")
+    whole = operator.index(bits)
     if not (2 <= whole <= 8 or whole == FULL):
         raise ValueError(f"{argument}={bits!r} must be 2 to 8, or 16 for none")
     return whole
@@ -82,7 +85,10 @@ def group_count(inputs: int, group_size: int | None) -> int:
 
 
 def _through(x: Array, rounded: Array) -> Array:
-    return x + jax.lax.stop_gradient(rounded.astype(x.dtype) - x)
+    # The outermost code may stand for half a step more than the largest value, which near the end of the range is none.
+    largest = float(jnp.finfo(x.dtype).max)
+    rounded = jnp.clip(rounded, -largest, largest).astype(x.dtype)
+    return x + jax.lax.stop_gradient(rounded - x)
 
 
 def fake_quant_act(
@@ -125,7 +131,10 @@ def fake_quant_act(
     else:
         high = jnp.maximum(grouped.max(-1, keepdims=True), 0)
         low = jnp.minimum(grouped.min(-1, keepdims=True), 0)
-        scale = _guarded((high - low) / (2**bits - 1))
+        steps = 2**bits - 1
+        span = high - low
+        # Halves that are finite can have a difference that is not.
+        scale = _guarded(jnp.where(jnp.isinf(span), high / steps - low / steps, span / steps))
         zero = jnp.round(-low / scale)
         rounded = scale * (jnp.clip(jnp.round(grouped / scale) + zero, 0, 2**bits - 1) - zero)
     return _through(x, restore(rounded))

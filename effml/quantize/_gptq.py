@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from effml._validate import count
 from effml.quantize._fake import FULL, check_bits, round_weight, weight_scale
+from effml.quantize._host import on_host
 
 __all__ = ["RoundedKernel", "gptq", "rtn"]
 
@@ -61,12 +62,13 @@ def rtn(kernel: Any, bits: int, *, clip: str | None = "mse", group_size: int | N
         >>> rtn(np.array([[0.4], [-1.0], [0.6]]), 2, clip=None).kernel.ravel().tolist()
         [0.0, -1.0, 1.0]
     """
-    kernel = _checked(kernel)
+    kernel = _checked("rtn", kernel)
     scale = _scale(kernel, bits, clip=clip, group_size=group_size)
     return RoundedKernel(*_nearest(kernel, scale, bits))
 
 
-def _checked(kernel: Any) -> Array:
+def _checked(function: str, kernel: Any) -> Array:
+    on_host(function, kernel)
     kernel = jnp.asarray(kernel, jnp.float32)
     if kernel.ndim != 2 or 0 in kernel.shape:
         raise ValueError(f"kernel of shape {kernel.shape} must be [in, out], neither of them 0")
@@ -127,7 +129,8 @@ def gptq(
         >>> error[0] < error[1]
         True
     """
-    kernel, block = _checked(kernel), count("block", block)
+    on_host("gptq", hessian)
+    kernel, block = _checked("gptq", kernel), count("block", block)
     if check_bits("bits", bits) == FULL:
         raise ValueError("bits=16 leaves weights as they are; give 2 to 8")
     if not 0 < percdamp < np.inf:

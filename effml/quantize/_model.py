@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,10 +20,13 @@ from effml._validate import count, one_of
 from effml.nn import transformer
 from effml.nn.transformer import AttentionInputs, TransformerConfig, dense_attention, dense_linear
 from effml.quantize._fake import FULL, check_bits, fake_quant_act
+from effml.quantize._packed import PackedTensor
+from effml.quantize.respinquant._residual import check_rank, residual_rotate
 from pallas_kernels.matvec import FEW_ROWS, matvec, packed_matvec
 
 __all__ = [
     "KEEP_DTYPES",
+    "METHODS",
     "PackedConfig",
     "forward",
     "quantized_attention",
@@ -32,6 +37,9 @@ __all__ = [
 ]
 
 KEEP_DTYPES = ("float32", "bfloat16")
+
+METHODS = ("rtn", "gptq", "respinquant")
+"""rtn rounds to nearest; gptq makes up for each error with the weights still to come; respinquant rotates first."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,8 @@ class PackedConfig:
         key_value_bits: of keys and values, rounded per token and head, asymmetrically; 16 is none.
         hadamard: whether the down projections read `effml.linalg.fht` of their input, and, with rounded keys, queries
             and keys go through one as well.
-        residual_rank: of the basis changes of the residual stream; None is exact, 0 none at all.
-        method: that chose the weights.
+        residual_rank: of the basis changes of the residual stream, even, at most the width; None is exact, 0 none.
+        method: that chose the weights, one of `METHODS`.
         keep_dtype: of embedding, positions and head, which are not rounded; "float32" or "bfloat16".
 
     Raises:
@@ -74,6 +82,12 @@ class PackedConfig:
             check_bits(name, getattr(self, name))
         if self.group_size is not None:
             count("group_size", self.group_size)
+        if self.residual_rank is not None:
+            try:
+                check_rank(self.residual_rank, self.model.width)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"residual_{error}") from None
+        one_of("method", self.method, METHODS)
         one_of("keep_dtype", self.keep_dtype, KEEP_DTYPES)
 
     @property
@@ -97,21 +111,22 @@ class PackedConfig:
         return self.model.vocab_size
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types only.
+        """JSON types only, and their digest: most fields leave no trace in the tensors that could be checked.
 
         Example:
             >>> PackedConfig(TransformerConfig(256, 32, 2, 4, 64)).to_dict()["weight_bits"]
             4
         """
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**own, "model": self.model.to_dict()}
+        content = {**own, "model": self.model.to_dict()}
+        return {**content, "digest": _digest(content)}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> PackedConfig:
         """What `to_dict` gave.
 
         Raises:
-            ValueError: for fields that are missing, unknown or out of range.
+            ValueError: for fields that are missing, unknown, out of range, or not those of the digest.
             TypeError: for fields of another type.
 
         Example:
@@ -120,7 +135,7 @@ class PackedConfig:
             ...
             ValueError: config field='bits' is not known; ...
         """
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = [*(field.name for field in dataclasses.fields(cls)), "digest"]
         for name in content:
             one_of("config field", name, names)
         if missing := [name for name in names if name not in content]:
@@ -129,12 +144,24 @@ class PackedConfig:
             raise ValueError("config field model must be an object")
         for name in ("weight_bits", "group_size", "activation_bits", "key_value_bits", "residual_rank"):
             optional = name in ("group_size", "residual_rank")
-            if name in content and not (type(content[name]) is int or (optional and content[name] is None)):
+            if not (type(content[name]) is int or (optional and content[name] is None)):
                 raise ValueError(f"config field {name}={content[name]!r} must be an integer")
         for name, kinds in (("hadamard", bool), ("method", str), ("keep_dtype", str)):
-            if name in content and not isinstance(content[name], kinds):
+            if not isinstance(content[name], kinds):
                 raise ValueError(f"config field {name}={content[name]!r} must be a {kinds.__name__}")
-        return cls(**{**content, "model": TransformerConfig.from_dict(content["model"])})
+        fields = {name: value for name, value in content.items() if name != "digest"}
+        made = cls(**{**fields, "model": TransformerConfig.from_dict(content["model"])})
+        if content["digest"] != _digest(fields):
+            raise ValueError(
+                "config was changed after it was written (its digest is another): the weights would run as another "
+                "model; write it with effml.models.save"
+            )
+        return made
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 def quantized_input(x: Array, name: str, config: PackedConfig) -> Array:
@@ -206,8 +233,6 @@ def quantized_residual(x: Array, update: Array, name: str, layer_params: Any) ->
         >>> quantized_residual(jnp.array([1.0, 2.0]), jnp.zeros(2), "attention", {"residual": change}).tolist()
         [-2.0, 1.0]
     """
-    from effml.quantize.respinquant import residual_rotate
-
     change = layer_params.get("residual", {}).get(name)
     if change is None:
         return x + update
@@ -298,6 +323,9 @@ def forward(
     Returns:
         A `ForwardOutput`.
 
+    Raises:
+        ValueError: for layers whose kernels are not packed as `config` says.
+
     Example:
         >>> import jax
         >>> config = PackedConfig(TransformerConfig(256, 32, 2, 4, 64), weight_bits=16, activation_bits=8)
@@ -305,7 +333,28 @@ def forward(
         >>> forward(params, jnp.array([[1, 2, 3]]), config).logits.shape
         (1, 3, 256)
     """
+    _check_packed(params, config)
     parts = seams(config)
     if "attention" in kwargs:
         kwargs["attention"] = functools.partial(parts["attention"], attention=kwargs["attention"])
     return transformer.forward(params, tokens, config.model, **{**parts, **kwargs})
+
+
+def _check_packed(params: Mapping[str, Any], config: PackedConfig) -> None:
+    layers = params["layers"]
+    for index, layer in enumerate([layers] if isinstance(layers, Mapping) else layers):
+        for block in ("attention", "mlp"):
+            for name, part in layer[block].items():
+                packed = part.get("packed")
+                if config.weight_bits == FULL and packed is None:
+                    continue
+                if not isinstance(packed, PackedTensor):
+                    raise ValueError(
+                        f"layers.{index}.{block}.{name} is not packed, and the config says weight_bits="
+                        f"{config.weight_bits}: give what effml.quantize.apply returned (or weight_bits=16)"
+                    )
+                if packed.bits != config.weight_bits:
+                    raise ValueError(
+                        f"layers.{index}.{block}.{name} is packed in {packed.bits} bits, the config says "
+                        f"weight_bits={config.weight_bits}"
+                    )

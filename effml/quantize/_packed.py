@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int8
 
 from effml.quantize._fake import FULL, check_bits
+from effml.quantize._host import on_host
 
 __all__ = ["PackedTensor", "packed_bytes"]
 
@@ -44,7 +45,8 @@ class PackedTensor:
     """A kernel [in, out] as packed codes and scales: a pytree of two arrays.
 
     Invariants: `codes` is uint8[out, ceil(in / 8) * bits], `scale` float32[out, groups], and the kernel is
-    `scale[o, i // ceil(in / groups)] * (code[o, i] - 2^(bits - 1))`. One scale per output is `groups == 1`.
+    `scale[o, i // ceil(in / groups)] * (code[o, i] - 2^(bits - 1))`. One scale per output is `groups == 1`. Both may
+    have the same leading axes, as stacked layers do; then the kernel is [..., in, out].
 
     Attributes:
         codes: the packed codes of each output, along its inputs.
@@ -74,7 +76,7 @@ class PackedTensor:
 
         Raises:
             ValueError: for shapes that don't fit, codes out of range, or scales that are not finite and positive.
-            TypeError: for codes that are no integers.
+            TypeError: for codes that are no integers, or under `jit`.
 
         Example:
             >>> PackedTensor.pack(np.array([[7], [-8]]), np.ones((1, 1)), bits=3)
@@ -84,6 +86,7 @@ class PackedTensor:
         """
         if check_bits("bits", bits) == FULL:
             raise ValueError("bits=16 is not packed; give 2 to 8")
+        on_host("PackedTensor.pack", codes, scale)
         codes, scale = np.asarray(codes), np.asarray(scale, np.float32)
         if not np.issubdtype(codes.dtype, np.integer):
             raise TypeError(f"codes hold {codes.dtype}, must hold integers")
@@ -108,14 +111,15 @@ class PackedTensor:
         return cls(jnp.asarray(packed), jnp.asarray(scale), int(bits), int(inputs))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Of the kernel: [in, out].
+    def shape(self) -> tuple[int, ...]:
+        """Of the kernel: [in, out], behind the leading axes.
 
         Example:
             >>> PackedTensor.pack(np.zeros((3, 2), int), np.ones((2, 1)), bits=2).shape
             (3, 2)
         """
-        return self.inputs, self.codes.shape[0]
+        *leading, outputs, _ = self.codes.shape
+        return *leading, self.inputs, outputs
 
     @property
     def group_size(self) -> int:
@@ -125,7 +129,7 @@ class PackedTensor:
             >>> PackedTensor.pack(np.zeros((6, 2), int), np.ones((2, 3)), bits=2).group_size
             2
         """
-        return -(-self.inputs // self.scale.shape[1])
+        return -(-self.inputs // self.scale.shape[-1])
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +141,7 @@ class PackedTensor:
         """
         return self.codes.size + 4 * self.scale.size
 
-    def unpack(self) -> Int8[Array, "inputs outputs"]:
+    def unpack(self) -> Int8[Array, "*leading inputs outputs"]:
         """The signed codes; works under `jit`.
 
         Example:
@@ -146,7 +150,7 @@ class PackedTensor:
         """
         return _unpack(self)
 
-    def dense(self, dtype: Any = jnp.float32) -> Float[Array, "inputs outputs"]:
+    def dense(self, dtype: Any = jnp.float32) -> Float[Array, "*leading inputs outputs"]:
         """The kernel that the codes stand for; works under `jit`.
 
         Args:
@@ -160,10 +164,10 @@ class PackedTensor:
 
 
 def _rows(packed: PackedTensor) -> Array:
-    """int8[out, in]."""
-    outputs, size = packed.codes.shape
+    """int8[..., out, in]."""
+    *outer, size = packed.codes.shape
     bits = packed.bits
-    parts = packed.codes.reshape(outputs, size // bits, bits).astype(jnp.uint16)
+    parts = packed.codes.reshape(*outer, size // bits, bits).astype(jnp.uint16)
     columns = []
     for j in range(_LANE):
         byte, shift = divmod(j * bits, 8)
@@ -171,16 +175,16 @@ def _rows(packed: PackedTensor) -> Array:
         if shift + bits > 8:
             column = column | (parts[..., byte + 1] << 8)
         columns.append((column >> shift) & ((1 << bits) - 1))
-    codes = jnp.stack(columns, axis=-1).reshape(outputs, -1)[:, : packed.inputs]
+    codes = jnp.stack(columns, axis=-1).reshape(*outer, -1)[..., : packed.inputs]
     return (codes.astype(jnp.int16) - (1 << (bits - 1))).astype(jnp.int8)
 
 
 @jax.jit
 def _unpack(packed: PackedTensor) -> Array:
-    return _rows(packed).T
+    return _rows(packed).mT
 
 
 @functools.partial(jax.jit, static_argnames=("dtype",))
 def _dense(packed: PackedTensor, dtype: Any) -> Array:
-    scale = jnp.repeat(packed.scale, packed.group_size, axis=1)[:, : packed.inputs]
-    return (_rows(packed).astype(jnp.float32) * scale).T.astype(dtype)
+    scale = jnp.repeat(packed.scale, packed.group_size, axis=-1)[..., : packed.inputs]
+    return (_rows(packed).astype(jnp.float32) * scale).mT.astype(dtype)

@@ -12,24 +12,22 @@ from typing import Any
 
 import jax
 
-from effml._validate import count, one_of, positive
+from effml._validate import count, one_of
 from effml.nn.transformer import TransformerConfig, init_params
-from effml.quantize._fake import CLIPS, FULL, check_bits, group_count
-from effml.quantize._model import KEEP_DTYPES
+from effml.quantize._fake import CLIPS, FULL, group_count
+from effml.quantize._model import KEEP_DTYPES, METHODS
 from effml.quantize._packed import packed_bytes
 from effml.quantize.respinquant import ROTATION_KINDS, transformer_spec
+from effml.quantize.respinquant._forward import check_training
 from effml.quantize.respinquant._residual import check_rank
 from effml.trees import path_name
 
 __all__ = ["METHODS", "PlanRow", "QuantizationPlan", "parse_bits", "plan"]
 
-METHODS = ("rtn", "gptq", "respinquant")
-"""rtn rounds to nearest; gptq makes up for each error with the weights still to come; respinquant rotates first."""
-
 _ROUNDINGS = ("rtn", "gptq")
 
 
-def parse_bits(bits: str) -> tuple[int, int, int]:
+def parse_bits(bits: str | Any) -> tuple[int, int, int]:
     """Bits of weights, activations, and keys and values, from the field's short form.
 
     Args:
@@ -40,11 +38,14 @@ def parse_bits(bits: str) -> tuple[int, int, int]:
 
     Raises:
         ValueError: for another form, or other numbers.
+        TypeError: for anything but text.
 
     Example:
         >>> parse_bits("W4A4KV4"), parse_bits("w3")
         ((4, 4, 4), (3, 16, 16))
     """
+    if not isinstance(bits, str):
+        raise TypeError(f"bits={bits!r} must be text, such as 'W4A4'")
     found = re.fullmatch(r"W(\d{1,2})(?:A(\d{1,2}))?(?:KV(\d{1,2}))?", bits.strip(), re.IGNORECASE)
     if found is None:
         raise ValueError(f"bits={bits!r} is not known (allowed: W4A4, W3A3, W4A16, W4A4KV4 and the like)")
@@ -217,10 +218,10 @@ class QuantizationPlan:
 
 
 def plan(
-    config: TransformerConfig,
+    config: TransformerConfig | Any,
     *,
     method: str,
-    bits: str = "W4A4",
+    bits: str | Any = "W4A4",
     group_size: int | None = None,
     clip: str | None = "mse",
     rounding: str | None = None,
@@ -245,7 +246,8 @@ def plan(
         rank: of the basis changes of layerwise rotations, even; None is exact. At most the width counts.
         steps: of training rotations.
         max_step: ceiling of a step's size.
-        batch: windows of one such step.
+        batch: windows of one such step. The paper has 8 of 2048 tokens; 1 is what a CPU's memory and patience hold
+            for a model of 10^8 weights and windows of 512. Short windows want more: their losses are noisy.
         percdamp: of GPTQ.
         keep_dtype: of embedding, positions and head: "float32" or "bfloat16".
 
@@ -253,22 +255,25 @@ def plan(
         A `QuantizationPlan`.
 
     Raises:
-        ValueError: for values out of range, options that the method has no use for, groups that do not fit, or a
-            model that can't be rotated.
+        ValueError: for values out of range, bits that round nothing, options that the method has no use for, groups
+            that do not fit, or a model that can't be rotated.
+        TypeError: for another configuration, or values of another type.
 
     Example:
         >>> plan(TransformerConfig(256, 32, 2, 4, 64), method="respinquant").rotation
         'layerwise'
     """
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(f"config must be a TransformerConfig, this is a {type(config).__name__}")
     one_of("method", method, METHODS)
     weight_bits, activation_bits, key_value_bits = parse_bits(bits)
+    if weight_bits == activation_bits == key_value_bits == FULL:
+        raise ValueError(f"bits={bits!r} rounds nothing: there is nothing to quantise")
     if clip not in CLIPS:
         raise ValueError(f"clip={clip!r} is not known (allowed: 'mse', None)")
     one_of("keep_dtype", keep_dtype, KEEP_DTYPES)
-    if steps != 0:
-        count("steps", steps)
+    check_training(steps, max_step)
     count("batch", batch)
-    positive("max_step", max_step)
     if not 0 < percdamp < float("inf"):
         raise ValueError(f"percdamp={percdamp!r} must be finite and above 0")
     if method != "respinquant":
@@ -305,7 +310,7 @@ def plan(
     return QuantizationPlan(
         method=method,
         weight_bits=weight_bits,
-        activation_bits=check_bits("activation_bits", activation_bits),
+        activation_bits=activation_bits,
         key_value_bits=key_value_bits,
         group_size=group_size,
         clip=clip,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from effml.nn.hub import _files
 __all__ = ["WorkFolder", "digest"]
 
 _FINGERPRINT = "work.json"
+_ROTATIONS = "rotations.npz"
+_LAYER = r"layer-\d{4}\.safetensors"
+_PASSING = {"work.partial", "lock"}  # what a run leaves that is killed before its first layer
 
 
 def digest(tree: Any) -> str:
@@ -34,6 +38,11 @@ def digest(tree: Any) -> str:
         state.update(f"{array.dtype}{array.shape}".encode())
         state.update(array.reshape(-1).view(np.uint8).data)
     return state.hexdigest()
+
+
+def _digest_of(tensors: Mapping[str, Any], rows: str | None) -> str:
+    names = sorted(tensors)
+    return digest([np.frombuffer(json.dumps([names, rows]).encode(), np.uint8), [tensors[n] for n in names]])
 
 
 class WorkFolder:
@@ -62,7 +71,10 @@ class WorkFolder:
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"work folder {str(self.folder)!r} is a file")
         if path.exists():
-            found = _files.read_json(path)
+            try:
+                found = _files.read_json(path)
+            except ValueError as error:
+                raise ValueError(f"{error}; remove {self.folder} to begin anew") from None
             differs = [name for name in {**content, **found} if content.get(name) != found.get(name)]
             if differs:
                 raise ValueError(
@@ -70,7 +82,13 @@ class WorkFolder:
                     "give what it had to go on with it, or remove the folder"
                 )
         else:
-            if self.folder.exists() and any(self.folder.iterdir()):
+            found = {one.name for one in self.folder.iterdir()} if self.folder.exists() else set()
+            if any(name == _ROTATIONS or re.fullmatch(_LAYER, name) for name in found):
+                raise ValueError(
+                    f"{self.folder} holds unfinished work without its {_FINGERPRINT}, which says of what; remove "
+                    f"{self.folder} to begin anew"
+                )
+            if found - _PASSING:
                 raise ValueError(f"work folder {str(self.folder)!r} holds other files; name another")
             self.folder.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".partial")
@@ -80,8 +98,19 @@ class WorkFolder:
     def _path(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:04d}.safetensors"
 
+    @property
+    def rotations(self) -> Path:
+        """Where training keeps the rotations.
+
+        Example:
+            >>> import tempfile
+            >>> WorkFolder(Path(tempfile.mkdtemp()) / "out.partial", {"seed": 0}).rotations.name
+            'rotations.npz'
+        """
+        return self.folder / _ROTATIONS
+
     def load(self, layer: int) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]] | None:
-        """Tensors and report rows of a finished layer, or None."""
+        """Tensors and report rows of a finished layer; None where it is not finished, or its file is damaged."""
         import safetensors
 
         path = self._path(layer)
@@ -89,16 +118,20 @@ class WorkFolder:
             return None
         try:
             with safetensors.safe_open(path, framework="numpy") as file:
-                rows = json.loads((file.metadata() or {})["rows"])
-                return {name: file.get_tensor(name) for name in file.keys()}, rows  # noqa: SIM118
-        except (safetensors.SafetensorError, KeyError, ValueError):
-            return None  # a damaged file is work not done
+                about = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (safetensors.SafetensorError, ValueError):
+            return None
+        if about.get("digest") != _digest_of(tensors, about.get("rows")):
+            return None
+        return tensors, json.loads(about["rows"])
 
     def save(self, layer: int, tensors: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
         """Keeps a finished layer; it appears in one step."""
         path = self._path(layer)
         temporary = path.with_suffix(".partial")
-        _files.write_safetensors(temporary, tensors, {"rows": json.dumps(rows)})
+        about = json.dumps(rows)
+        _files.write_safetensors(temporary, tensors, {"rows": about, "digest": _digest_of(tensors, about)})
         temporary.replace(path)
 
     @contextlib.contextmanager

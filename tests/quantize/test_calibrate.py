@@ -87,5 +87,5 @@ def test_bad_input_is_named():
     with pytest.raises(TypeError, match="must be integers"):
         run(np.zeros((1, 5)))
     broken = jax.tree.map(lambda leaf: leaf * np.inf, small.params())
-    with pytest.raises(ValueError, match=r"attention\.input: activations are not finite"):
+    with pytest.raises(ValueError, match=r"layers\.0: what attention\.query and .* would read"):
         run(small.tokens(1), broken)

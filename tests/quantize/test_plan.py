@@ -90,8 +90,10 @@ def test_only_some_plans_need_text():
         ({"method": "respinquant", "rotation": "spin"}, "rotation='spin' is not known"),
         ({"method": "rtn", "keep_dtype": "float16"}, "keep_dtype='float16' is not known"),
         ({"method": "rtn", "clip": "max"}, "clip='max' is not known"),
-        ({"method": "respinquant", "steps": -1}, "steps=-1 must be above 0"),
-        ({"method": "respinquant", "max_step": 0}, "max_step=0 must be above 0"),
+        ({"method": "respinquant", "steps": -1}, "steps=-1 must be 0 or more"),
+        ({"method": "respinquant", "max_step": float("inf")}, "max_step=inf must be above 0 and finite"),
+        ({"method": "gptq", "bits": "W16A16"}, "bits='W16A16' rounds nothing"),
+        ({"method": "respinquant", "bits": "w16"}, "bits='w16' rounds nothing"),
     ],
 )
 def test_bad_options_are_named(options, message):

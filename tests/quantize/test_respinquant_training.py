@@ -13,7 +13,7 @@ from effml import linalg
 from effml.nn import transformer
 from effml.optimize import scale_by_cayley
 from effml.quantize import fake_quant_act, fake_quant_weight, respinquant
-from effml.quantize.respinquant import RotationSet, RotationTraining, _fusion, _training
+from effml.quantize.respinquant import RotationSet, RotationTraining, _training
 from tests.quantize import numpy_model
 
 CONFIG = numpy_model.config(2)
@@ -33,18 +33,49 @@ PARAMS = outlier_params()
 START = respinquant.init_rotations(jax.random.key(0), SPEC)
 
 
+def fused(rotations):
+    """The fusion table, written out for gradients by the rotations."""
+    folded = jax.tree.map(jnp.asarray, respinquant.fold_norms(PARAMS, SPEC))
+    a, m, v = rotations
+    h = linalg.hadamard(CONFIG.mlp_width)
+    layers = []
+    for i, layer in enumerate(folded["layers"]):
+        attention, mlp = layer["attention"], layer["mlp"]
+        values, heads = jnp.kron(jnp.eye(2), v[i]), jnp.kron(jnp.eye(4), v[i])
+
+        def turned(part, before, after=None):
+            after = jnp.eye(part["kernel"].shape[1]) if after is None else after
+            return {"kernel": before.T @ part["kernel"] @ after, "bias": part["bias"] @ after}
+
+        layers.append(
+            {
+                **layer,
+                "attention": {
+                    "query": turned(attention["query"], a[i]),
+                    "key": turned(attention["key"], a[i]),
+                    "value": turned(attention["value"], a[i], values),
+                    "output": turned(attention["output"], heads, m[i]),
+                },
+                "mlp": {
+                    "gate": turned(mlp["gate"], m[i]),
+                    "up": turned(mlp["up"], m[i]),
+                    "down": turned(mlp["down"], h, a[i + 1]),
+                },
+                "residual": {"attention": a[i].T @ m[i], "mlp": m[i].T @ a[i + 1]},
+            }
+        )
+    table = folded["embedding"]["table"] @ a[0]
+    head = {**folded["head"], "kernel": a[-1].T @ folded["head"]["kernel"]}
+    return {**folded, "embedding": {"table": table}, "layers": layers, "head": head}
+
+
 def fused_loss(rotations, settings):
     """The loss as the method is written: kernels fused and rounded, and the stream turned at every skip."""
-    folded = jax.tree.map(jnp.asarray, respinquant.fold_norms(PARAMS, SPEC))
-    fused = _fusion.fuse_rotations_traced(folded, rotations, SPEC, hadamard=settings.hadamard)
-    a, m, _ = rotations
-    for i, layer in enumerate(fused["layers"]):
-        layer["residual"] = {"attention": a[i].T @ m[i], "mlp": m[i].T @ a[i + 1]}
 
     def linear(x, params, name):
         if name == "head":
             return transformer.plain_linear(x, params, name)
-        if name == "mlp.down" and settings.hadamard:
+        if name == "mlp.down":
             x = linalg.fht(x, order=linalg.hadamard_order(CONFIG.mlp_width))
         kernel = fake_quant_weight(params["kernel"], settings.weight_bits, clip=None)
         return transformer.plain_linear(
@@ -58,7 +89,7 @@ def fused_loss(rotations, settings):
         return transformer.dense_attention(inputs._replace(query=query, key=key, value=value))
 
     return transformer.next_token_loss(
-        fused,
+        fused(rotations),
         {"tokens": TOKENS[0]},
         CONFIG,
         linear=linear,
@@ -235,9 +266,10 @@ def test_a_second_run_compiles_nothing(trained):
     [
         ({"activation_bits": 9}, "activation_bits=9"),
         ({"weight_bits": 1}, "weight_bits=1"),
-        ({"key_value_bits": 0}, "key_value_bits=0"),
-        ({"steps": -1}, "steps=-1 must be above 0"),
-        ({"max_step": 0.0}, "max_step=0.0 must be above 0"),
+        ({"key_value_bits": 0}, "key_value_bits=0 must be 2 to 8, or 16 for none"),
+        ({"steps": -1}, "steps=-1 must be 0 or more"),
+        ({"max_step": 0.0}, "max_step=0.0 must be above 0 and finite"),
+        ({"max_step": float("inf")}, "max_step=inf must be above 0 and finite"),
     ],
 )
 def test_settings_out_of_range_are_named(options, message):

@@ -15,6 +15,7 @@ rotated in every step after all.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,15 +25,34 @@ import jax.numpy as jnp
 from jax import Array
 
 from effml import linalg
-from effml._validate import count, positive
+from effml._validate import count
 from effml.nn import transformer
 from effml.nn.transformer import AttentionInputs, TransformerConfig, dense_attention, plain_linear
-from effml.quantize._fake import fake_quant_act, fake_quant_weight
+from effml.quantize._fake import check_bits, fake_quant_act, fake_quant_weight
 from effml.quantize.respinquant._rotations import RotationSet
 
-__all__ = ["RotationTraining", "quantized_loss", "with_rotations"]
+__all__ = ["RotationTraining", "check_training", "quantized_loss", "with_rotations"]
 
-_BITS = (*range(2, 9), 16)
+
+def check_training(steps: Any, max_step: Any) -> None:
+    """Raises where rotations can't be trained so.
+
+    Raises:
+        ValueError: for a number out of range.
+        TypeError: for steps that are no integer.
+
+    Example:
+        >>> check_training(40, float("inf"))
+        Traceback (most recent call last):
+        ...
+        ValueError: max_step=inf must be above 0 and finite
+    """
+    if isinstance(steps, bool) or not hasattr(steps, "__index__"):
+        raise TypeError(f"steps={steps!r} must be an integer")
+    if steps < 0:
+        raise ValueError(f"steps={steps!r} must be 0 or more")
+    if not 0 < max_step < math.inf:
+        raise ValueError(f"max_step={max_step!r} must be above 0 and finite")
 
 
 @dataclass(frozen=True)
@@ -70,13 +90,10 @@ class RotationTraining:
 
     def __post_init__(self) -> None:
         for name in ("activation_bits", "weight_bits", "key_value_bits"):
-            if getattr(self, name) not in _BITS:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not known (allowed: 2 to 8, and 16)")
-        if self.steps != 0:
-            count("steps", self.steps)
+            check_bits(name, getattr(self, name))
+        check_training(self.steps, self.max_step)
         for name in ("evaluate_every", "iters", "renormalize_every"):
             count(name, getattr(self, name))
-        positive("max_step", self.max_step)
 
 
 def quantized_loss(

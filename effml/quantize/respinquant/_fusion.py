@@ -15,7 +15,7 @@ from effml.nn import transformer
 from effml.nn.transformer import TransformerConfig
 from effml.quantize.respinquant._rotations import ModelSpec, RotationSet
 
-__all__ = ["fold_norms", "fuse_rotations", "fuse_rotations_traced", "untie"]
+__all__ = ["fold_norms", "fuse_rotations", "untie"]
 
 
 def untie(params: Mapping[str, Any], config: TransformerConfig) -> tuple[dict[str, Any], TransformerConfig]:
@@ -156,95 +156,46 @@ def fold_and_fuse(
     _check(params, spec)
     _check_rotations(rotations, spec)
     order = linalg.hadamard_order(spec.mlp_width)
-    turn = (lambda kernel: _host_fht(kernel, order)) if hadamard else (lambda kernel: kernel)
-    params = _folded_head(transformer.unstack_layers(params), spec)
-    return _fuse(
-        params,
-        rotations,
-        spec,
-        turn,
-        convert=_wide,
-        begin=lambda layer: _folded_layer(layer, spec),
-        finish=lambda tree: _cast(tree, dtype),
-    )
-
-
-def fuse_rotations_traced(
-    params: Mapping[str, Any], rotations: RotationSet, spec: ModelSpec, *, hadamard: bool = True
-) -> dict[str, Any]:
-    """`fuse_rotations` as JAX operations in the leaves' own dtype, for gradients by the rotations.
-
-    Args:
-        params: folded, layers as a list.
-        rotations: of the model, perhaps traced.
-        spec: of the model.
-        hadamard: as in `fuse_rotations`.
-
-    Returns:
-        Parameters with a list of layers.
-    """
-    order = linalg.hadamard_order(spec.mlp_width)
-    turn = (lambda k: linalg.fht(k, axis=0, order=order)) if hadamard else (lambda k: k)
-    same = lambda tree: tree
-    params = transformer.unstack_layers(params)
-    return _fuse(params, rotations, spec, turn, convert=jnp.asarray, begin=same, finish=same)
-
-
-def _fuse(
-    params: Mapping[str, Any],
-    rotations: RotationSet,
-    spec: ModelSpec,
-    hadamard: Callable[[Any], Any],
-    *,
-    convert: Callable[[Any], Any],
-    begin: Callable[[Any], Any],
-    finish: Callable[[Any], Any],
-) -> dict[str, Any]:
-    """The fusion table, for NumPy and for JAX arrays."""
-    out = dict(params)
+    out = _folded_head(transformer.unstack_layers(params), spec)
+    first, last = _wide(rotations.a[0]), _wide(rotations.a[-1])
     for path in spec.tables:
-        out = _put(out, path, finish(convert(_get(params, path)) @ convert(rotations.a[0])))
+        out = _put(out, path, np.asarray(_wide(_get(out, path)) @ first, dtype))
     layers = []
-    for index, layer in enumerate(params["layers"]):
-        layer = begin(layer)
-        a, after = convert(rotations.a[index]), convert(rotations.a[index + 1])
-        m, v = convert(rotations.m[index]), convert(rotations.v[index])
+    for index, layer in enumerate(out["layers"]):
+        layer = _folded_layer(layer, spec)
+        a, m, after, v = (
+            _wide(one)
+            for one in (rotations.a[index], rotations.m[index], rotations.a[index + 1], rotations.v[index])
+        )
 
-        def per_head(x: Any, v: Any = v) -> Any:
+        def per_head(x: np.ndarray, v: np.ndarray = v) -> np.ndarray:
             return (x.reshape(*x.shape[:-1], -1, spec.head_dim) @ v).reshape(x.shape)
 
         for path in spec.attention_readers:
-            layer = _map(layer, path, convert, lambda k, a=a: a.T @ k, lambda b: b)
-        layer = _map(layer, spec.value, convert, lambda k, a=a, f=per_head: f(a.T @ k), per_head)
+            layer = _map(layer, path, lambda k, a=a: a.T @ k)
+        layer = _map(layer, spec.value, lambda k, a=a, f=per_head: f(a.T @ k), per_head)
         layer = _map(
-            layer,
-            spec.attention_writer,
-            convert,
-            lambda k, m=m, f=per_head: f(k.T).T @ m,
-            lambda b, m=m: b @ m,
+            layer, spec.attention_writer, lambda k, m=m, f=per_head: f(k.T).T @ m, lambda b, m=m: b @ m
         )
         for path in spec.mlp_readers:
-            layer = _map(layer, path, convert, lambda k, m=m: m.T @ k, lambda b: b)
+            layer = _map(layer, path, lambda k, m=m: m.T @ k)
         layer = _map(
             layer,
             spec.mlp_writer,
-            convert,
-            lambda k, after=after: hadamard(k) @ after,
+            lambda k, after=after: (_host_fht(k, order) if hadamard else k) @ after,
             lambda b, after=after: b @ after,
         )
-        layers.append(finish(layer))
-    out["layers"] = layers
-    last = convert(rotations.a[-1])
-    return finish(_map(out, spec.head, convert, lambda k: last.T @ k, lambda b: b))
+        layers.append(_cast(layer, dtype))
+    return _cast(_map({**out, "layers": layers}, spec.head, lambda k: last.T @ k), dtype)
 
 
 def _map(
-    tree: Mapping[str, Any], path: tuple[str, ...], convert: Callable, kernel: Callable, bias: Callable
+    tree: Mapping[str, Any], path: tuple[str, ...], kernel: Callable, bias: Callable | None = None
 ) -> dict[str, Any]:
     old = _get(tree, path)
-    new = {**old, "kernel": kernel(convert(old["kernel"]))}
-    if "bias" in old:
-        new["bias"] = bias(convert(old["bias"]))
+    new = {**old, "kernel": kernel(_wide(old["kernel"]))}
+    if bias is not None and "bias" in old:
+        new["bias"] = bias(_wide(old["bias"]))
     return _put(tree, path, new)
 
 

@@ -25,7 +25,7 @@ from effml.quantize.respinquant._rotations import (
 )
 from effml.quantize.respinquant._training import Progress, TrainedRotations, train_rotations
 
-__all__ = ["PreparedModel", "attach_residuals", "prepare", "rotate"]
+__all__ = ["PreparedModel", "attach_residuals", "prepare", "rotate", "split_windows"]
 
 
 class PreparedModel(NamedTuple):
@@ -111,7 +111,7 @@ def prepare(
     rotations = init_rotations(key, spec, start)
     training = None
     if learned and calibration is not None and settings.steps:
-        batches, keep = _windows(calibration, batch)
+        batches, keep = split_windows(calibration, batch)
         training = train_rotations(
             params,
             rotations,
@@ -221,7 +221,16 @@ def attach_residuals(
     return {**params, "layers": layers}, rows
 
 
-def _windows(calibration: Any, batch: int) -> tuple[np.ndarray, np.ndarray]:
+def split_windows(calibration: Any, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Batches to train on, and those that decide which rotations are kept.
+
+    Raises:
+        ValueError: for fewer windows than two batches.
+
+    Example:
+        >>> [part.shape for part in split_windows(np.zeros((9, 5), int), 2)]
+        [(3, 2, 5), (1, 2, 5)]
+    """
     tokens = np.asarray(calibration)
     if tokens.ndim != 2 or batch < 1 or len(tokens) < 2 * batch:
         raise ValueError(

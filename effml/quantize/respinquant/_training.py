@@ -30,6 +30,8 @@ from effml.quantize.respinquant._rotations import RotationSet, orthogonality, tr
 __all__ = ["TrainedRotations", "evaluate_rotations", "train_rotations"]
 
 _MOST_KEPT = 256 * 2**20  # bytes of activations
+_OFF = 1e-5  # entries of |X^T X - I| that rounding explains
+_POLAR_STEPS = 12
 
 Progress = Callable[[int, int, float], Any]
 
@@ -85,7 +87,8 @@ def train_rotations(
         kind: `layerwise`, or `global`: one basis for the whole stream (the first of the start), which is SpinQuant.
         keep: int[m, batch, length + 1], the calibration set that decides; None is the first two of `batches`.
         optimizer: an optax transformation of rotation leaves whose updates are X_new - X, such as
-            `effml.optimize.scale_by_cayley`; None takes the same step with a cosine ceiling.
+            `effml.optimize.scale_by_cayley`; None takes the same step with a cosine ceiling. What its updates leave is
+            made orthogonal again.
         checkpoint: a file for what is needed to go on after an interruption, written at every evaluation. One of
             another run is refused.
         progress: called as progress(step, steps, loss) after each step.
@@ -94,7 +97,8 @@ def train_rotations(
         `TrainedRotations`.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown kind, or a checkpoint of another run.
+        ValueError: shapes that do not fit, an unknown kind, a start whose loss is not finite, or a checkpoint of
+            another run.
 
     Source: Kim et al., arXiv 2604.11080, and SpinQuant's code. The form of the loss is in `_forward.py`.
 
@@ -125,13 +129,15 @@ def train_rotations(
     best, losses, taken, evaluations = leaves, [], [], []
     fingerprint = ""
     if checkpoint is not None:
-        fingerprint = _fingerprint(params, leaves, batches, keep, config, settings, kind)
+        made_by = _kind_of(optimizer, state)
+        fingerprint = _fingerprint(params, leaves, batches, keep, config, settings, kind, made_by)
         found = _load(Path(checkpoint), fingerprint, (leaves, best, state))
         if found is not None:
             (leaves, best, state), losses, taken, evaluations = found
 
     def evaluate(step: int) -> None:
-        nonlocal best
+        nonlocal best, leaves
+        leaves = _back_to_rotations(leaves)
         loss = _mean_loss(leaves, params, keep, config, settings)
         if math.isfinite(loss) and loss < min((one for _, one in evaluations), default=math.inf):
             best = jax.tree.map(np.asarray, leaves)
@@ -141,6 +147,11 @@ def train_rotations(
 
     if not evaluations:
         evaluate(0)
+    if not math.isfinite(evaluations[0][1]):
+        raise ValueError(
+            f"the loss at the start is {evaluations[0][1]} on the calibration set: with activations of "
+            f"{settings.activation_bits} bits there is nothing to learn from"
+        )
     for step in range(len(losses), settings.steps):
         ceiling = settings.max_step * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
         renormalize = (step + 1) % settings.renormalize_every == 0
@@ -155,7 +166,7 @@ def train_rotations(
                 leaves, params, batch, config=config, settings=_compiled_for(settings)
             )
             updates, state = optimizer.update(gradient, state, leaves)
-            leaves = optax.apply_updates(leaves, updates)
+            leaves = _back_to_rotations(optax.apply_updates(leaves, updates))
         losses.append(float(loss))
         if progress is not None:
             progress(step + 1, settings.steps, losses[-1])
@@ -202,9 +213,9 @@ def evaluate_rotations(
 def _prepared(params: Mapping[str, Any], config: TransformerConfig) -> tuple[Any, TransformerConfig]:
     """Folded float32 parameters, layers stacked and projections joined."""
     params, config = untie(params, config)
-    folded = fold_norms(params, transformer_spec(config))
-    stacked = transformer.stack_layers(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), folded))
-    del folded
+    # Folded as a whole: what is left of arrays of one layer's size stays with the allocator.
+    stacked = fold_norms(transformer.stack_layers(params), transformer_spec(config))
+    stacked = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), stacked)
     return transformer.join_projections(stacked), config
 
 
@@ -250,7 +261,8 @@ def _cayley_training_step(
     exact, iters = bool(settings.exact), settings.iters
 
     def step(pair: tuple[Array, Array]) -> linalg.CayleyStep:
-        return linalg.cayley_step(*pair, ceiling, exact=exact, iters=iters, renormalize=renormalize)
+        moved = linalg.cayley_step(*pair, ceiling, exact=exact, iters=iters, renormalize=renormalize)
+        return moved if exact else moved._replace(matrix=_orthogonal(moved.matrix))
 
     # One matrix after the other: the temporaries of all at once would be several times the rotations.
     moved = {
@@ -264,6 +276,47 @@ def _cayley_training_step(
     moving = jnp.concatenate([jnp.abs(gradient[name]).max((-2, -1)).reshape(-1) > 0 for name in moved])
     realised = (sizes * moving).sum() / jnp.maximum(moving.sum(), 1)
     return {name: one.matrix for name, one in moved.items()}, loss, realised
+
+
+def _orthogonal(matrix: Array) -> Array:
+    r"""The orthogonal matrix next to one that is nearly so: its polar factor, by products alone.
+
+    $$X \leftarrow X (3 I - X^T X) / 2$$
+
+    squares the error. A few fixed-point iterations of a Cayley step leave 1e-2 where its skew matrix is large, which is
+    where the columns of the rotation and of its gradient line up.
+    """
+
+    def error(x: Array) -> Array:
+        return jnp.eye(x.shape[-1], dtype=x.dtype) - jnp.matmul(x.T, x, precision=jax.lax.Precision.HIGHEST)
+
+    def improve(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        x, off, count = carry
+        x = x + 0.5 * jnp.matmul(x, off, precision=jax.lax.Precision.HIGHEST)
+        return x, error(x), count + 1
+
+    def unfinished(carry: tuple[Array, Array, Array]) -> Array:
+        return (jnp.abs(carry[1]).max() > _OFF) & (carry[2] < _POLAR_STEPS)
+
+    return jax.lax.while_loop(unfinished, improve, (matrix, error(matrix), jnp.asarray(0)))[0]
+
+
+@jax.jit
+def _back_to_rotations(leaves: Any) -> Any:
+    """Whatever an optimizer's step left, on the orthogonal group again."""
+    return {
+        name: _orthogonal(leaf) if leaf.ndim == 2 else jax.lax.map(_orthogonal, leaf)
+        for name, leaf in leaves.items()
+    }
+
+
+def _kind_of(optimizer: optax.GradientTransformation | None, state: Any) -> str:
+    """A word for what takes the steps: two kinds must not go on with each other's work."""
+    if optimizer is None:
+        return "cosine Cayley"
+    update = optimizer.update
+    name = getattr(update, "__qualname__", type(update).__qualname__)
+    return f"{getattr(update, '__module__', '')}.{name} {jax.tree.structure(state)}"
 
 
 def _compiled_for(settings: RotationTraining) -> RotationTraining:
@@ -301,12 +354,12 @@ def _token_batches(name: str, tokens: Any, config: TransformerConfig) -> np.ndar
 
 
 def _fingerprint(
-    params: Any, leaves: Any, batches: Any, keep: Any, config: Any, settings: Any, kind: str
+    params: Any, leaves: Any, batches: Any, keep: Any, config: Any, settings: Any, kind: str, made_by: str
 ) -> str:
     total = 0
     for leaf in jax.tree.leaves((params, leaves, batches, keep)):
         total = zlib.crc32(np.asarray(leaf).tobytes(), total)
-    return json.dumps([total, kind, asdict(settings), config.to_dict()])
+    return json.dumps([total, kind, made_by, asdict(settings), config.to_dict()])
 
 
 def _save(path: Path, fingerprint: str, trees: Any, losses: Any, taken: Any, evaluations: Any) -> None:
