@@ -82,6 +82,7 @@ __all__ = [
     "sum_residual",
     "unembed",
     "unstack_layers",
+    "weighted_loss",
 ]
 
 
@@ -163,7 +164,7 @@ def forward(
     attention: Attention = dense_attention,
     residual: Residual = sum_residual,
     tap: Tap | None = None,
-    rematerialize: bool = False,
+    rematerialize: bool | Callable[..., Any] = False,
     logits_for: str | Int[Array, "batch rows"] = "all",
 ) -> ForwardOutput:
     """Runs the model on tokens or embeddings; a cache is read and never written (see `forward_cached`).
@@ -182,7 +183,8 @@ def forward(
         attention: `(AttentionInputs) -> (output, info)`.
         residual: `(x, update, name, layer_params) -> x`.
         tap: `(name, layer, value) -> None | pytree`; what it returns is in `.taps` (names: see `block`).
-        rematerialize: recompute each block in the backward pass instead of keeping its activations.
+        rematerialize: recompute each block in the backward pass instead of keeping its activations; a policy of
+            `jax.checkpoint_policies` says what is kept all the same.
         logits_for: `"all"`, `"last"`, or row indices per sequence.
 
     Returns:
@@ -234,7 +236,8 @@ def forward(
         )
 
     if rematerialize:
-        run = jax.checkpoint(run, static_argnums=() if scanned else (3,))
+        policy = rematerialize if callable(rematerialize) else None
+        run = jax.checkpoint(run, policy=policy, static_argnums=() if scanned else (3,))
     if scanned:
 
         def step(x: Array, inputs: Any) -> tuple[Array, Any]:
@@ -336,8 +339,21 @@ def next_token_loss(
     """
     tokens = jnp.asarray(batch["tokens"])
     logits = forward(params, tokens[:, :-1], config, **kwargs).logits
-    targets = tokens[:, 1:]
-    weights = batch.get("weights")
+    return weighted_loss(logits, tokens[:, 1:], batch.get("weights"))
+
+
+def weighted_loss(
+    logits: Float[Array, "batch length vocab"],
+    targets: Int[Array, "batch length"],
+    weights: Float[Array | np.ndarray, "batch length"] | None = None,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """The loss and metrics of `next_token_loss` from its logits, for models that are run in another way.
+
+    Example:
+        >>> loss, metrics = weighted_loss(jnp.zeros((1, 2, 8)), jnp.zeros((1, 2), int))
+        >>> bool(abs(loss - jnp.log(8.0)) < 1e-6), float(metrics["tokens"])
+        (True, 2.0)
+    """
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)
     peak = jax.lax.stop_gradient(logits.max(-1))
     normaliser = jnp.log(jnp.exp(logits - peak[..., None]).sum(-1)) + peak
