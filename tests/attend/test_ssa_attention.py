@@ -254,12 +254,12 @@ def test_a_traced_mode_takes_one_of_the_two():
 
 def test_the_alignment_can_be_relative_to_the_outputs_size():
     arrays = rows(43)
-    config = ssa.SSAConfig(8, 2, normalize_align=True, huber_delta=100.0)
+    plain, relative = (ssa.SSAConfig(8, 2, normalize_align=on, huber_delta=100.0) for on in (False, True))
     q, k, v, gate = arrays
-    small = run(*arrays, config=config, train=True)[1]
-    large = run(q, k, 5 * v, gate, config=config, train=True)[1]
-    near(small, large, 1e-6)
-    assert small > 0.01
+    _, align, streams = run(q, k, 5 * v, gate, config=plain, train=True)
+    near(run(*arrays, config=relative, train=True)[1], align / np.square(streams.full).mean(), 1e-7)
+    near(run(q, k, 5 * v, gate, config=relative, train=True)[1], align / np.square(streams.full).mean(), 1e-7)
+    assert align > 1e-3
 
 
 @pytest.mark.parametrize(
