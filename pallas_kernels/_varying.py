@@ -6,12 +6,13 @@ everything here does nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
 
-__all__ = ["gradient_like", "typed_like", "varying_axes"]
+__all__ = ["call_as_varying", "gradient_like", "typed_like", "varying_axes"]
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
@@ -36,6 +37,20 @@ def typed_like(shape: tuple[int, ...], dtype: Any, *arrays: jax.Array) -> jax.Sh
         return jax.ShapeDtypeStruct(shape, dtype)
     kind = type(jax.typeof(arrays[0]).manual_axis_type)
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind(varying=varying))
+
+
+def call_as_varying(call: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """`call(*arrays)` for a call into native code, whose arguments must all vary alike and whose result has no axes.
+
+    Example:
+        >>> float(call_as_varying(lambda a, b: a + b, 1.0, 2.0))
+        3.0
+    """
+    axes = varying_axes(*arrays)
+    if not axes:
+        return call(*arrays)
+    alike = [lax.pcast(a, tuple(sorted(axes - varying_axes(a))), to="varying") for a in arrays]
+    return lax.pcast(call(*alike), tuple(sorted(axes)), to="varying")
 
 
 def gradient_like(gradient: jax.Array, primal: jax.Array) -> jax.Array:

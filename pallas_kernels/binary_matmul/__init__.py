@@ -5,12 +5,14 @@ Signs are packed 32 per uint32 along the axis that is summed (`pack_signs`); no 
 | form | JAX | notes |
 |---|---|---|
 | `xla` | 0.10.2 to 0.12 | everywhere; its largest temporary is 1/32 of the dense matrix |
+| `cpu` | 0.10.2 to 0.12 | native code, compiled on first use (`pallas_kernels._native`); sums looked up in tables |
 | `pallas_gpu` | 0.10.2 to 0.12 (Triton; deprecated by JAX since 0.11) | one kernel for few rows, one on tensor cores |
 | `pallas_tpu` | 0.10.2 to 0.12 | |
 
-Never run on a GPU or TPU so far: interpreted, lowered, and compiled to sm_90 and v5e code (`tests/kernels`). Gradients
-go through XLA on every platform. bfloat16 x: `x * scale_in` and the intermediate of rank length are rounded to bfloat16
-before their products (not in the GPU's form for few rows); sums are float32. float32 x: float32 throughout.
+The Pallas forms were never run on a GPU or TPU so far: interpreted, lowered, and compiled to sm_90 and v5e code
+(`tests/kernels`). Gradients go through XLA on every platform. bfloat16 x: `x * scale_in` and the intermediate of rank
+length are rounded to bfloat16 before their products (not in the native form, nor in the GPU's for few rows); sums
+are float32. float32 x: float32 throughout.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from jax.custom_batching import custom_vmap
 
 from pallas_kernels import _dispatch
 from pallas_kernels._varying import gradient_like
-from pallas_kernels.binary_matmul import pallas_gpu, pallas_tpu, xla
+from pallas_kernels.binary_matmul import cpu, pallas_gpu, pallas_tpu, xla
 from pallas_kernels.binary_matmul.blocks import MATVEC_ROWS, BlockSizes, default_blocks
 from pallas_kernels.binary_matmul.body import bfloat16_parts, from_planes, to_planes
 from pallas_kernels.binary_matmul.reference import BITS, pack_signs, unpack_signs
@@ -42,7 +44,7 @@ __all__ = [
     "unpack_signs",
 ]
 
-FORMS = {"xla": None, "pallas_gpu": None, "pallas_tpu": None}
+FORMS = {"xla": None, "cpu": cpu.why_not, "pallas_gpu": None, "pallas_tpu": None}
 
 
 def availability() -> list[str]:
@@ -73,7 +75,7 @@ def sign_matmul(
         scale_in: [in], floating; None is 1.
         scale_out: [out], floating; None is 1.
         bias: [out], floating; None is 0.
-        implementation: None takes the best form of the platform; `"xla"` and `"pallas"` take that one or raise.
+        implementation: None takes the best form of the platform; `"xla"`, `"cpu"`, `"pallas"` take that one or raise.
         block_sizes: of the Pallas forms; None takes `default_blocks`.
 
     Returns:
@@ -118,7 +120,7 @@ def binary_matmul(
         scale_in: [in], floating; None is 1.
         scale_out: [out], floating; None is 1.
         bias: [out], floating; None is 0.
-        implementation: None takes the best form of the platform; `"xla"` and `"pallas"` take that one or raise.
+        implementation: None takes the best form of the platform; `"xla"`, `"cpu"`, `"pallas"` take that one or raise.
         block_sizes: of the Pallas forms, for both products; None takes `default_blocks`.
 
     Returns:
@@ -172,17 +174,21 @@ def _check(
 
 def _call(implementation, block_sizes, x, words, scale_in, scale_out, bias):
     offered = {form: functools.partial(_run, form, block_sizes, False) for form in FORMS}
-    _dispatch.form_of(implementation, offered, _reasons(x, words))  # raises here, before anything is traced
+    _dispatch.form_of(
+        implementation, offered, _reasons(x, words, implementation)
+    )  # raises here, before tracing
     x, scale_in, scale_out, bias = jax.tree.map(jnp.asarray, (x, scale_in, scale_out, bias))
     words = tuple(map(jnp.asarray, words))
     return _differentiable(implementation, block_sizes, x, words, scale_in, scale_out, bias)
 
 
-def _reasons(x: Any, words: Any) -> dict[str, str]:
+def _reasons(x: Any, words: Any, implementation: str | None) -> dict[str, str]:
     """Why a form can't take this call."""
-    empty = 0 in (*np.shape(x), *(n for array in words for n in np.shape(array)))
-    why = "an axis of x or of the words is empty"
-    return {form: why for form in FORMS if form != "xla" and empty}
+    if 0 in (*np.shape(x), *(n for array in words for n in np.shape(array))):
+        return {form: "an axis of x or of the words is empty" for form in FORMS if form != "xla"}
+    native = implementation == "cpu" or (implementation is None and "cpu" in _dispatch.platforms())
+    why = cpu.why_not() if native else None
+    return {"cpu": why} if why else {}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -192,7 +198,7 @@ def _differentiable(implementation, block_sizes, x, words, scale_in, scale_out, 
 
 def _forward(implementation, block_sizes, x, words, scale_in, scale_out, bias):
     offered = {form: functools.partial(_run, form, block_sizes, False) for form in FORMS}
-    run = _dispatch.choose(implementation, offered, _reasons(x, words))
+    run = _dispatch.choose(implementation, offered, _reasons(x, words, implementation))
     product = _rows_of_batch(run)(x, scale_in, *words)
     y = product if scale_out is None else product * scale_out.astype(jnp.float32)
     y = y if bias is None else y + bias.astype(jnp.float32)
@@ -246,6 +252,8 @@ def _run(form, block_sizes, interpret, x, scale_in, *words):
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
     if scale_in is not None:
         rows = rows * scale_in.astype(jnp.float32)
+    if form == "cpu":
+        return cpu.sign_products(rows, *words).reshape(*x.shape[:-1], words[-1].shape[1])
     for array in words:
         rows = _product(form, block_sizes, interpret, rows, array, x.dtype)
     return rows.reshape(*x.shape[:-1], rows.shape[-1])

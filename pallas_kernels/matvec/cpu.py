@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels import _native
+from pallas_kernels._varying import call_as_varying
 from pallas_kernels.matvec import reference
 
 __all__ = ["FEW_ROWS", "matvec", "packed_matvec", "why_not"]
@@ -29,7 +29,7 @@ def why_not() -> str | None:
         >>> why_not() is None or isinstance(why_not(), str)
         True
     """
-    return _native.why_not(Path(__file__).parent, _TARGETS)
+    return _native.why_not(*_TARGETS)
 
 
 def matvec(x: Array, kernel: Array, *, transposed: bool = False) -> Array:
@@ -45,7 +45,8 @@ def matvec(x: Array, kernel: Array, *, transposed: bool = False) -> Array:
     def call(x: Array, kernel: Array) -> Array:
         outputs = kernel.shape[0 if transposed else 1]
         run = jax.ffi.ffi_call("effml_matvec", jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32))
-        return run(x.astype(jnp.float32), kernel, transposed=transposed)
+        run = functools.partial(run, transposed=transposed)
+        return call_as_varying(run, x.astype(jnp.float32), kernel)
 
     @call.def_vmap
     def _(size: int, mapped: list[bool], x: Array, kernel: Array) -> tuple[Array, bool]:
@@ -72,7 +73,8 @@ def packed_matvec(x: Array, codes: Array, scale: Array, *, bits: int) -> Array:
     def call(x: Array, codes: Array, scale: Array) -> Array:
         shape = jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32)
         run = jax.ffi.ffi_call("effml_packed_matvec", shape)
-        return run(x.astype(jnp.float32), codes, scale.astype(jnp.float32), bits=np.int32(bits))
+        run = functools.partial(run, bits=np.int32(bits))
+        return call_as_varying(run, x.astype(jnp.float32), codes, scale.astype(jnp.float32))
 
     @call.def_vmap
     def _(size: int, mapped: list[bool], x: Array, codes: Array, scale: Array) -> tuple[Array, bool]:

@@ -1,8 +1,10 @@
 """Binary products against float64 NumPy, in every form that runs without an accelerator."""
 
+import ctypes
 import functools
 import itertools
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +17,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from pallas_kernels import _native
 from pallas_kernels import binary_matmul as op
-from pallas_kernels.binary_matmul import bench, reference
+from pallas_kernels.binary_matmul import bench, cpu, reference
 from tests.kernels import levels
+
+needs_native = pytest.mark.skipif(cpu.why_not() is not None, reason=f"no native code: {cpu.why_not()}")
 
 # Every example compiles: none are shrunk.
 PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
@@ -78,7 +83,7 @@ def test_unpacking_and_packing_inside_jit():
     np.testing.assert_array_equal(op.unpack_signs(turned, size, axis=1, dtype=jnp.int8), signs.T)
 
 
-@hypothesis.settings(max_examples=8, phases=PHASES)
+@hypothesis.settings(max_examples=5, phases=PHASES)
 @hypothesis.given(
     sizes=st.lists(st.sampled_from([0, *SIZES]), min_size=2, max_size=3),
     rows=st.sampled_from([0, 1, 3, 5]),
@@ -90,10 +95,76 @@ def test_xla(sizes, rows, dtype):
     x, words, *rest, wanted = case(sizes, rows, dtype)
     function = op.sign_matmul if len(words) == 1 else op.binary_matmul
     dense = getattr(reference, function.__name__)
-    got, slow = jax.jit(lambda *args: (function(*args), dense(*args)))(x, *words, *rest)
+    through_xla = functools.partial(function, implementation="xla")
+    got, slow = jax.jit(lambda *args: (through_xla(*args), dense(*args)))(x, *words, *rest)
     assert got.dtype == x.dtype
     assert_near(got, wanted, dtype)
     assert_near(slow, wanted, dtype)
+
+
+def whole_numbers(rows, sizes, seed=0):
+    """x, words and the exact result: sums of few whole numbers are exact in float32 in any order."""
+    rng = np.random.default_rng(seed)
+    signs = [random_signs(rng, *shape) for shape in itertools.pairwise(sizes)]
+    x = rng.integers(-9, 10, (rows, sizes[0]))
+    return jnp.asarray(x, "f"), [op.pack_signs(s) for s in signs], functools.reduce(np.matmul, signs, x)
+
+
+# Tails of words, of tables (of 4 and of 3 inputs), of vectors and of row groups; many chunks; two stages.
+NATIVE = [
+    (1, [1, 1]),
+    (3, [31, 15]),
+    (2, [33, 17, 130]),
+    (7, [70, 200]),
+    (4, [99, 5, 1]),
+    (1, [300, 65]),
+    (5, [1100, 2051]),
+    (1, [640, 96, 31]),
+]
+
+
+@needs_native
+@pytest.mark.parametrize(("rows", "sizes"), NATIVE)
+def test_native_code_is_exact_on_whole_numbers(rows, sizes):
+    x, words, wanted = whole_numbers(rows, sizes)
+    function = op.sign_matmul if len(words) == 1 else op.binary_matmul
+    np.testing.assert_array_equal(function(x, *words, implementation="cpu"), wanted)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_code_with_scales(dtype):
+    x, words, *rest, wanted = case([1536, 384, 577], 2, dtype)
+    got = op.binary_matmul(x, *words, *rest, implementation="cpu")
+    assert got.dtype == x.dtype
+    assert_near(got, wanted, dtype)
+
+
+@needs_native
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="an instruction set of x86")
+@pytest.mark.parametrize("flags", [("-mavx2", "-mfma"), ()])
+def test_native_code_for_older_processors(flags, tmp_path, monkeypatch):
+    if flags and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX2")
+    monkeypatch.setattr(_native, "_TUNING", (flags,))
+    monkeypatch.setattr(_native, "sources", lambda: [Path(cpu.__file__).with_suffix(".cc")])
+    library = ctypes.CDLL(str(_native.build(tmp_path / "old.so")))
+    target = f"old_sign_products{len(flags)}"
+    capsule = jax.ffi.pycapsule(library.effml_sign_products)
+    jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+    monkeypatch.setattr(cpu, "_TARGET", target)
+    for rows, sizes in NATIVE[2:7]:
+        x, words, wanted = whole_numbers(rows, sizes)
+        np.testing.assert_array_equal(cpu.sign_products(x, *words), wanted)
+
+
+@needs_native
+def test_none_is_native_on_a_cpu_and_not_elsewhere():
+    args = shapes(1, jnp.bfloat16, 70, 33, 130)
+    assert "effml_sign_products" in jax.jit(op.binary_matmul).lower(*args).as_text()
+    assert "effml_sign_products" not in levels.lower("cuda", op.binary_matmul, *args).as_text()
+    through_xla = functools.partial(op.binary_matmul, implementation="xla")
+    assert "effml_sign_products" not in jax.jit(through_xla).lower(*args).as_text()
 
 
 def interpreted(name, x, words, scale_in, interpret=True, blocks=None):
@@ -134,7 +205,7 @@ def test_tpu_kernel_has_no_race():
     assert_near(got * scale_out + bias, wanted)
 
 
-@pytest.mark.parametrize("name", ["xla", *BLOCKS])
+@pytest.mark.parametrize("name", ["xla", pytest.param("cpu", marks=needs_native), *BLOCKS])
 def test_what_is_not_finite_stays_in_its_row_and_has_the_sign_of_its_column(name):
     signs = random_signs(np.random.default_rng(0), 40, 16)
     x = np.ones((3, 40), "f")
@@ -190,17 +261,19 @@ def test_transforms():
         assert slope.dtype == jnp.float32
 
 
-def test_vmap():
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("cpu", marks=needs_native)])
+def test_vmap(implementation):
+    product = functools.partial(op.binary_matmul, implementation=implementation)
     x, words, scale_in, scale_out, bias, wanted = case([70, 33, 50], 6)
-    over_x = jax.vmap(lambda x: op.binary_matmul(x, *words, scale_in, scale_out, bias))
+    over_x = jax.vmap(lambda x: product(x, *words, scale_in, scale_out, bias))
     assert_near(over_x(x), wanted)
     assert_near(jax.vmap(over_x)(x.reshape(2, 3, 70)), wanted.reshape(2, 3, 50))
     other = [op.pack_signs(-np.asarray(op.unpack_signs(words[0], 70))), words[1]]
     stacked = [jnp.stack(pair) for pair in zip(words, other)]
-    both = jax.vmap(lambda v, u: op.binary_matmul(x, v, u, scale_in, scale_out))(*stacked)
+    both = jax.vmap(lambda v, u: product(x, v, u, scale_in, scale_out))(*stacked)
     assert_near(both[0], wanted - bias)
     assert_near(both[1], bias - wanted)
-    slopes = jax.vmap(jax.grad(lambda x: op.binary_matmul(x, *words, scale_in).sum()))(x)
+    slopes = jax.vmap(jax.grad(lambda x: product(x, *words, scale_in).sum()))(x)
     np.testing.assert_allclose(slopes, jnp.broadcast_to(slopes[0], slopes.shape), rtol=1e-6)
 
 
@@ -231,7 +304,8 @@ for rows in (16, 64):
     x = jnp.asarray(rng.normal(size=(rows, 64)), "f")
     local = lambda x, w, s: op.sign_matmul(x, w, s)
     f = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
-    errors.append(float(jnp.abs(jax.jit(f)(x, words, scale) - local(x, words, scale)).max()))
+    plain = op.sign_matmul(x, words, scale, implementation="xla")
+    errors.append(float(jnp.abs(jax.jit(f)(x, words, scale) - plain).max()))
     loss = lambda g: lambda x, s: jnp.sum(jnp.sin(g(x, words, s) / 100))
     pairs = zip(jax.grad(loss(f), (0, 1))(x, scale), jax.grad(loss(local), (0, 1))(x, scale))
     errors += [float(jnp.abs(a - b).max()) for a, b in pairs]
@@ -300,8 +374,9 @@ def test_lowering_with_x64_grad_and_vmap(platform):
 def test_no_path_makes_the_dense_matrix(rows):
     args = shapes(rows, jnp.float32, 1024, 512, 2048)
     dense = 4 * 512 * (1024 + 2048)
-    forward = jax.jit(op.binary_matmul).lower(*args).compile()
-    backward = jax.jit(jax.grad(lambda *a: op.binary_matmul(*a).sum(), (0, 3, 4))).lower(*args).compile()
+    product = functools.partial(op.binary_matmul, implementation="xla")
+    forward = jax.jit(product).lower(*args).compile()
+    backward = jax.jit(jax.grad(lambda *a: product(*a).sum(), (0, 3, 4))).lower(*args).compile()
     own = 4 * rows * (1024 + 512 + 2048)  # x, and what is computed from it
     if rows == 64:  # for fewer XLA fuses the unpacking into slow sums
         unpacked = jax.jit(reference.binary_matmul).lower(*args).compile()
@@ -346,7 +421,8 @@ def test_bad_input_of_two_stages_and_of_packing():
     with pytest.raises(ValueError, match="size=65 takes 3 words"):
         op.unpack_signs(WORDS, 65)
     assert op.availability()[0] == "xla      yes"
-    assert op.availability()[1].startswith("pallas   no: pallas_gpu: no NVIDIA GPU")
+    assert op.availability()[1].startswith("cpu      ")
+    assert op.availability()[2].startswith("pallas   no: pallas_gpu: no NVIDIA GPU")
 
 
 def test_bench_counts_bytes_and_writes_its_rows(tmp_path, capsys):

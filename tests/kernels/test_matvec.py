@@ -222,7 +222,12 @@ def answer(process):
 
 @needs_native
 def test_two_processes_build_at_once_and_leave_one_library(tmp_path):
-    answers = [answer(process) for process in [start(tmp_path), start(tmp_path)]]
+    # A compiler that takes its time and then hands out the library that this process has.
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nfor last; do :; done; sleep 1; cp "{_native._cached()}" "$last"\n')
+    compiler.chmod(0o755)
+    processes = [start(tmp_path, CXX=str(compiler)) for _ in range(2)]
+    answers = [answer(process) for process in processes]
     assert answers[0] == answers[1]
     assert answers[0][0] == "cpu      yes"
     assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".so"]
@@ -261,12 +266,94 @@ def test_without_native_code_none_goes_on_and_the_reason_is_told(broken, tmp_pat
     assert error < 1e-3
 
 
-def test_a_cache_that_cannot_be_written_builds_for_the_process(tmp_path, monkeypatch):
-    if not _native._compiler():
-        pytest.skip("no compiler")
+@needs_native
+def test_a_cache_that_cannot_be_written_builds_for_the_process_and_leaves_nothing(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("EFFML_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(_native, "_compile", lambda compiler, source, target: target.write_text("built"))
-    library = _native.build(Path(cpu.__file__).parent)
-    assert library.read_text() == "built"
-    assert str(tmp_path) not in str(library)
+    (tmp_path / "tmp").mkdir()
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nfor last; do :; done; cp "{_native._cached()}" "$last"\n')
+    compiler.chmod(0o755)
+    line, _, error = answer(start(tmp_path / "file", CXX=str(compiler), TMPDIR=str(tmp_path / "tmp")))
+    assert line == "cpu      yes"
+    assert error < 1e-3
+    assert not list((tmp_path / "tmp").iterdir())
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    line, _, _ = answer(start(tmp_path / "file", CXX=str(compiler), TMPDIR=str(tmp_path / "tmp")))
+    assert "exit status 1" in line
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_failed_build_is_told_in_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(_native, "sources", lambda: [tmp_path / "cpu.cc"])
+    monkeypatch.setattr(_native, "_compiler", lambda: str(tmp_path / "compiler"))
+    script = "#!/bin/sh\necho 'in file' >&2\necho 'cpu.cc:3:1: error: no such thing' >&2\nexit 1\n"
+    (tmp_path / "compiler").write_text(script)
+    (tmp_path / "compiler").chmod(0o755)
+    monkeypatch.setattr(Path, "relative_to", lambda self, other: self)
+    with pytest.raises(_native.BuildError, match=r"failed: cpu.cc:3:1: error: no such thing") as caught:
+        _native.build(tmp_path / "library.so")
+    assert caught.value.output.splitlines()[0] == "in file"
+    monkeypatch.setattr(_native, "_failure", lambda: caught.value)
+    monkeypatch.setattr(_native, "_register", lambda targets: str(caught.value))
+    lines = _native.describe()
+    assert lines[0].startswith("compiler ")
+    assert lines[1].startswith("not built: ")
+    assert lines[2:] == ["  in file", "  cpu.cc:3:1: error: no such thing"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compiler"]
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("files", "groups", "cores"),
+    [
+        ({}, "0::/", 16),
+        ({"cpu.max": "max 100000"}, "0::/", 16),
+        ({"cpu.max": "250000 100000"}, "0::/", 2),
+        ({"cpu.max": "50000 100000"}, "0::/", 1),
+        ({"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, "0::/a/b", 3),
+        ({"cpu.max": "300000 100000"}, "0::/not/mounted/here", 3),
+        (
+            {"cpu/a/cpu.cfs_quota_us": "400000", "cpu/a/cpu.cfs_period_us": "100000"},
+            "4:cpu,cpuacct:/a\n0::/",
+            4,
+        ),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "4:cpu:/", 16),
+        ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, "4:memory:/", 16),
+    ],
+)
+def test_threads_keep_to_the_quota_of_a_container(files, groups, cores, tmp_path):
+    for name, text in files.items():
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    (tmp_path / "groups").write_text(groups + "\n")
+    asked = _native._library().effml_cores(
+        str(tmp_path / "root").encode(), str(tmp_path / "groups").encode(), 16
+    )
+    assert asked == cores
+
+
+SHARDED = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, json, numpy as np, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from pallas_kernels.matvec import matvec, packed_matvec
+random = np.random.default_rng(0)
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+x, kernel = (jnp.asarray(random.normal(size=s), "f") for s in ((8, 64), (64, 48)))
+codes = jnp.asarray(random.integers(0, 256, (48, 32), dtype=np.uint8))
+packed = lambda x, scale, **how: packed_matvec(x, codes, scale, bits=4, **how)
+errors = []
+for f, weight in ((matvec, kernel), (packed, jnp.ones((48, 1)))):
+    shared = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    errors.append(float(abs(jax.jit(shared)(x, weight) - f(x, weight, implementation="xla")).max()))
+    loss = lambda f: lambda *arguments: jnp.sin(f(*arguments) / 50).sum()
+    pairs = zip(*(jax.jit(jax.grad(loss(g), (0, 1)))(x, weight) for g in (shared, f)))
+    errors += [float(abs(a - b).max()) for a, b in pairs]
+print(json.dumps(errors))
+"""
+
+
+def test_it_works_on_local_arrays_inside_shard_map():
+    assert max(answer(start(_native.cache_folder().parent, SHARDED))) < 1e-3

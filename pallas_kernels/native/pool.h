@@ -13,7 +13,9 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <fstream>
 #include <mutex>
+#include <string>
 #include <thread>
 
 namespace effml {
@@ -26,6 +28,38 @@ inline void pause_briefly() {
 #endif
 }
 
+// Whole cores that one control group may use, at least 1 and at most `most`. A process that runs more threads than that
+// is stopped for the rest of every period, whoever holds a chunk then.
+inline int cores_of_group(const std::string& folder, int most) {
+  double quota = 0, period = 0;
+  std::ifstream(folder + "/cpu.max") >> quota >> period;  // "max" is no number: no limit
+  if (period <= 0) {
+    std::ifstream(folder + "/cpu.cfs_quota_us") >> quota;
+    std::ifstream(folder + "/cpu.cfs_period_us") >> period;
+  }
+  return quota > 0 && period > 0 ? std::clamp(int(quota / period), 1, most) : most;
+}
+
+// The least of `most` and of what the groups named in the file `groups` (/proc/self/cgroup), and those above them,
+// leave. `root` is where they are mounted; a container often sees its own group there.
+inline int cores(const std::string& root, const std::string& groups, int most) {
+  std::ifstream lines(groups);
+  for (std::string line; std::getline(lines, line);) {  // "0::/own/group", or "4:cpu,cpuacct:/own/group" of version 1
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string kinds = line.substr(first + 1, second - first - 1);
+    if (!kinds.empty() && ("," + kinds + ",").find(",cpu,") == std::string::npos) continue;
+    const std::string mounted = kinds.empty() ? root : root + "/cpu";
+    std::string own = line.substr(second + 1);
+    for (;;) {
+      most = cores_of_group(mounted + own, most);
+      if (own.empty() || own == "/") break;
+      own.erase(own.rfind('/'));
+    }
+  }
+  return most;
+}
+
 class Pool {
  public:
   // Never destroyed: threads may still wait in it when the process ends.
@@ -33,6 +67,8 @@ class Pool {
     static Pool* pool = new Pool();
     return *pool;
   }
+
+  int threads() const { return helpers_ + 1; }
 
   // Calls work(context, chunk) for every chunk in 0..chunks-1, each once.
   void run(int chunks, void (*work)(void*, int), void* context) {
@@ -62,7 +98,8 @@ class Pool {
  private:
   Pool() : process_(getpid()) {
     // Memory bandwidth, not arithmetic, is the limit; a few cores reach it.
-    helpers_ = std::min(16, std::max(1, int(std::thread::hardware_concurrency()))) - 1;
+    const int most = std::clamp(int(std::thread::hardware_concurrency()), 1, 16);
+    helpers_ = cores("/sys/fs/cgroup", "/proc/self/cgroup", most) - 1;
     for (int i = 0; i < helpers_; ++i) std::thread([this] { help(); }).detach();
   }
 
