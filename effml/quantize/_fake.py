@@ -35,6 +35,7 @@ CLIPS = (None, "mse")
 # SpinQuant's search: ratios 1, 0.99, ... above 0.2, and the error to this power.
 _GRID, _SMALLEST, _POWER = 100, 0.2, 2.4
 _TINY = 1e-30  # so that the logarithm of no error is a number
+_LARGE = 1e37
 
 
 def check_bits(argument: str, bits: Any) -> int:
@@ -127,7 +128,7 @@ def fake_quant_act(
     if sym:
         top = 2 ** (bits - 1)
         scale = _guarded(jnp.abs(grouped).max(-1, keepdims=True) / (top - 1))
-        rounded = scale * jnp.clip(jnp.round(grouped / scale), -top, top - 1)
+        rounded = scale * jnp.clip(jnp.round(_over(grouped, scale)), -top, top - 1)
     else:
         high = jnp.maximum(grouped.max(-1, keepdims=True), 0)
         low = jnp.minimum(grouped.min(-1, keepdims=True), 0)
@@ -135,8 +136,8 @@ def fake_quant_act(
         span = high - low
         # Halves that are finite can have a difference that is not.
         scale = _guarded(jnp.where(jnp.isinf(span), high / steps - low / steps, span / steps))
-        zero = jnp.round(-low / scale)
-        rounded = scale * (jnp.clip(jnp.round(grouped / scale) + zero, 0, 2**bits - 1) - zero)
+        zero = jnp.round(_over(-low, scale))
+        rounded = scale * (jnp.clip(jnp.round(_over(grouped, scale)) + zero, 0, steps) - zero)
     return _through(x, restore(rounded))
 
 
@@ -152,6 +153,12 @@ def _grouped(x: Array, axis: int, group_size: int | None) -> tuple[Array, Any]:
 def _guarded(scale: Array) -> Array:
     """1 for zero, so that zeros are divided by something; NaN is not zero and stays."""
     return jnp.where(scale == 0, 1.0, scale)
+
+
+def _over(x: Array, scale: Array) -> Array:
+    """x / scale; compiled, that may be a product with 1 / scale, which is 0 for the largest scales."""
+    smaller = jnp.where(scale > _LARGE, 2.0**-8, 1.0)
+    return (x * smaller) / (scale * smaller)
 
 
 def weight_scale(
@@ -201,6 +208,8 @@ def _scale_of(grouped: Array, bits: int, clip: str | None) -> Array:
     full = jnp.abs(grouped).max(-1) / (top - 1)
     if clip is None:
         return _guarded(full)
+    smaller = jnp.where(full > _LARGE, 2.0**-8, 1.0)
+    grouped, full = grouped * smaller[..., None], full * smaller
     steps = round((1 - _SMALLEST) * _GRID)
 
     def improve(step: Any, best: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -212,7 +221,7 @@ def _scale_of(grouped: Array, bits: int, clip: str | None) -> Array:
         return jnp.where(better, scale, best[0]), jnp.where(better, error, best[1])
 
     start = (_guarded(full), jnp.full(full.shape, jnp.inf, full.dtype))
-    return jax.lax.fori_loop(0, steps, improve, start)[0]
+    return jax.lax.fori_loop(0, steps, improve, start)[0] / smaller
 
 
 def round_weight(
@@ -232,7 +241,7 @@ def round_weight(
     top = 2 ** (bits - 1)
     inputs = kernel.shape[0]
     rows = jnp.repeat(scale.T, -(-inputs // scale.shape[1]), axis=0)[:inputs]
-    return jnp.clip(jnp.round(kernel.astype(jnp.float32) / rows), -top, top - 1).astype(jnp.int8)
+    return jnp.clip(jnp.round(_over(kernel.astype(jnp.float32), rows)), -top, top - 1).astype(jnp.int8)
 
 
 def fake_quant_weight(
@@ -270,4 +279,4 @@ def fake_quant_weight(
     grouped, restore = _grouped(jax.lax.stop_gradient(kernel), axis, group_size)
     scale = _scale_of(grouped, bits, clip)[..., None]
     top = 2 ** (bits - 1)
-    return _through(kernel, restore(scale * jnp.clip(jnp.round(grouped / scale), -top, top - 1)))
+    return _through(kernel, restore(scale * jnp.clip(jnp.round(_over(grouped, scale)), -top, top - 1)))

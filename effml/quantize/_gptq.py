@@ -23,6 +23,7 @@ from effml.quantize._host import on_host
 
 __all__ = ["RoundedKernel", "gptq", "rtn"]
 
+_LARGEST = 1e18
 _LARGEST_DAMPING = 0.1  # of the mean diagonal, before a Hessian counts as broken
 
 
@@ -74,6 +75,10 @@ def _checked(function: str, kernel: Any) -> Array:
         raise ValueError(f"kernel of shape {kernel.shape} must be [in, out], neither of them 0")
     if not bool(jnp.isfinite(kernel).all()):
         raise ValueError("kernel holds values that are not finite")
+    if float(jnp.abs(kernel).max()) > _LARGEST:
+        raise ValueError(
+            f"kernel holds values beyond {_LARGEST:g}, whose sums and squares float32 does not have"
+        )
     return kernel
 
 

@@ -1,5 +1,6 @@
 """A small model and small texts that the tests of packed models share."""
 
+import contextlib
 import functools
 
 import jax
@@ -28,6 +29,24 @@ def params():
     return jax.tree.map(
         lambda leaf: leaf + jnp.asarray(0.2 * noise.normal(size=leaf.shape), leaf.dtype), made
     )
+
+
+@contextlib.contextmanager
+def quickly_compiled():
+    """Without most of XLA's optimisations."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+def flipped(path, place):
+    """One bit of a file turned, at a fraction of its length."""
+    content = bytearray(path.read_bytes())
+    content[int(place * (len(content) - 1))] ^= 4
+    path.write_bytes(content)
 
 
 def tokens(windows=4, length=12, seed=0):

@@ -6,17 +6,20 @@ import pytest
 
 from effml import quantize
 from effml.nn import transformer
-from effml.quantize import _calibrate
-from tests.quantize import small
+from effml.quantize import _calibrate, respinquant
+from tests.quantize import numpy_model, small
 
 TAPS = ["attention.input", "attention.output.input", "mlp.down.input", "mlp.input"]
 
 
+@jax.jit
+def all_taps(params, tokens):
+    return transformer.forward(params, tokens, small.CONFIG, tap=lambda name, layer, value: value).taps
+
+
 def by_hand(tokens):
     """What every tap shows, from one whole forward pass."""
-    seen = transformer.forward(
-        small.params(), tokens[:, :-1], small.CONFIG, tap=lambda name, layer, value: value
-    ).taps
+    seen = all_taps(small.params(), tokens[:, :-1])
     return [
         {name: np.asarray(layer[name], np.float64).reshape(-1, layer[name].shape[-1]) for name in TAPS}
         for layer in seen
@@ -47,13 +50,40 @@ def test_every_kernel_reads_one_of_the_taps():
         assert found[tap].hessian is None
 
 
-def test_batches_of_windows_change_nothing(monkeypatch):
-    tokens = small.tokens(windows=6)
-    (first, *_) = quantize.calibrate(small.params(), small.CONFIG, tokens)
-    monkeypatch.setattr(_calibrate, "_MOST_TOKENS", 24)
-    (second, *_) = quantize.calibrate(small.params(), small.CONFIG, tokens)
-    for name in TAPS:
-        np.testing.assert_allclose(first[name].hessian, second[name].hessian, atol=1e-4)
+def test_batches_of_windows_change_nothing_not_of_a_prime_number_either(monkeypatch):
+    tokens = small.tokens(windows=7)
+    first = list(quantize.calibrate(small.params(), small.CONFIG, tokens))
+    monkeypatch.setattr(_calibrate, "_MOST_TOKENS", 48)
+    plain, shapes = _calibrate._observe, []
+    monkeypatch.setattr(
+        _calibrate, "_observe", lambda layer, x, *r, **k: shapes.append(x.shape) or plain(layer, x, *r, **k)
+    )
+    second = list(quantize.calibrate(small.params(), small.CONFIG, tokens))
+    assert shapes == [(4, 12, 32)] * 4, "two batches of one size for each layer, and not seven"
+    for one, other in zip(first, second):
+        for name in TAPS:
+            assert other[name].tokens == 84
+            np.testing.assert_allclose(one[name].hessian, other[name].hessian, atol=1e-4)
+            np.testing.assert_allclose(one[name].second_moment, other[name].second_moment, rtol=1e-4)
+
+
+def test_a_rotated_model_reads_what_the_model_read_in_turned_bases():
+    """H becomes A^T H A in every layer, which needs the turn of each skip before it."""
+    rotations = numpy_model.random_rotations(respinquant.transformer_spec(small.CONFIG), dtype=np.float32)
+    ready = respinquant.rotate(small.params(), small.CONFIG, rotations, rank=None, hadamard=False)
+    folded = respinquant.prepare(small.params(), small.CONFIG, key=jax.random.key(0), kind="none")
+    before = list(quantize.calibrate(folded.params, folded.config, small.tokens()))
+    after = list(quantize.calibrate(ready.params, ready.config, small.tokens()))
+    for layer in range(2):
+        for name, basis in (("attention.input", rotations.a[layer]), ("mlp.input", rotations.m[layer])):
+            wanted = basis.T @ np.float64(before[layer][name].hessian) @ basis
+            np.testing.assert_allclose(
+                after[layer][name].hessian, wanted, atol=2e-3, err_msg=f"{layer} {name}"
+            )
+        name = "mlp.down.input"
+        np.testing.assert_allclose(
+            after[layer][name].hessian, before[layer][name].hessian, rtol=1e-2, atol=1e-3
+        )
 
 
 def test_rounded_activations_are_what_the_product_reads():

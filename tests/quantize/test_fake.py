@@ -104,6 +104,20 @@ def test_zeros_stay_zero_and_nan_is_not_hidden():
     assert np.isnan(quantize.fake_quant_weight(bad, 4)[:, 2]).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_finite_rows_stay_finite_however_wide(dtype, bits):
+    largest = float(jnp.finfo(dtype).max)
+    row = np.array([[-largest, -0.4 * largest, 0.0, 0.3 * largest, largest]])
+    found = np.float64(quantize.fake_quant_act(jnp.asarray(row, dtype), bits))
+    assert np.isfinite(found).all()
+    assert np.abs(found - row).max() <= 1.02 * largest / (2**bits - 1)
+    symmetric = np.float64(quantize.fake_quant_act(jnp.asarray(row, dtype), bits, sym=True))
+    weights = np.float64(quantize.fake_quant_weight(jnp.asarray(row.T, dtype), bits, clip=None)).T
+    for one in (symmetric, weights):
+        assert np.abs(one - row).max() <= 1.02 * largest / (2**bits - 2)
+
+
 def test_sixteen_bits_are_no_rounding_and_dtypes_stay():
     x = jax.random.normal(jax.random.key(0), (2, 8))
     assert quantize.fake_quant_act(x, 16) is x
@@ -115,6 +129,8 @@ def test_bad_input_is_named():
     x = jnp.ones((6, 2))
     with pytest.raises(ValueError, match="bits=9 must be 2 to 8, or 16"):
         quantize.fake_quant_act(x, 9)
+    with pytest.raises(ValueError, match="bits=0 must be 2 to 8, or 16 for none"):
+        quantize.fake_quant_act(x, 0)
     with pytest.raises(ValueError, match="clip='max' is not known"):
         quantize.fake_quant_weight(x, 4, clip="max")
     with pytest.raises(ValueError, match=r"group_size=4 does not divide 6 inputs .nearest: 1, 2, 3, 6"):

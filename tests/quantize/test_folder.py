@@ -1,6 +1,7 @@
 """Packed model folders, and work that was interrupted."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -88,6 +89,15 @@ def test_damaged_weights_are_named(folder, change, message):
         ({"what": 1}, "config field='what' is not known"),
         ({"model": None}, "config field model must be an object"),
         ({"keep_dtype": "float16"}, "keep_dtype='float16' is not known"),
+        ({"method": "gptx"}, "method='gptx' is not known; did you mean 'gptq'"),
+        ({"residual_rank": -2}, "residual_rank=-2 must be between 0 and the width 32"),
+        ({"residual_rank": 3}, "residual_rank=3 must be even"),
+        ({"key_value_bits": 0}, "key_value_bits=0 must be 2 to 8, or 16 for none"),
+        # In range, and nothing in the tensors speaks against them.
+        ({"hadamard": True}, "config was changed after it was written"),
+        ({"method": "rtn"}, "config was changed after it was written"),
+        ({"activation_bits": 4}, "config was changed after it was written"),
+        ({"digest": None}, "config was changed after it was written"),
     ],
 )
 def test_damaged_configurations_are_named(folder, change, message):
@@ -128,16 +138,77 @@ def test_interrupted_work_goes_on_and_ends_the_same(whole, tmp_path, monkeypatch
     jax.tree.map(np.testing.assert_array_equal, params, whole[0])
 
 
-def test_a_damaged_layer_is_done_again(whole, tmp_path):
-    run(tmp_path / "work")
-    path = tmp_path / "work" / "layer-0001.safetensors"
-    path.write_bytes(path.read_bytes()[:100])
-    params, _, _ = run(tmp_path / "work")
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "work"
+    rows = run(folder)[2]
+    return folder, [row["weight_error"] for row in rows]
+
+
+@pytest.mark.parametrize("place", [0.05, 0.2, 0.4, 0.6, 0.8, 1.0, None])
+def test_a_damaged_layer_is_done_again(place, whole, finished, tmp_path, monkeypatch):
+    folder = tmp_path / "work"
+    shutil.copytree(finished[0], folder)
+    path = folder / "layer-0001.safetensors"
+    if place is None:
+        path.write_bytes(path.read_bytes()[:100])
+    else:
+        small.flipped(path, place)
+    plain, rounded = _apply._round_layer, []
+    monkeypatch.setattr(_apply, "_round_layer", lambda i, *r: rounded.append(i) or plain(i, *r))
+    params, _, rows = run(folder)
+    assert rounded == [1]
     jax.tree.map(np.testing.assert_array_equal, params, whole[0])
+    assert [row["weight_error"] for row in rows] == finished[1]
 
 
-def test_work_of_another_run_is_refused(tmp_path):
-    run(tmp_path / "work")
+def test_work_that_has_lost_its_name_says_what_to_remove(finished, tmp_path):
+    folder = tmp_path / "work"
+    shutil.copytree(finished[0], folder)
+    about = folder / "work.json"
+    about.write_text(about.read_text()[:40])
+    with pytest.raises(ValueError, match=rf"work.json is not whole JSON .*; remove {folder} to begin anew"):
+        run(folder)
+    about.unlink()
+    with pytest.raises(ValueError, match=rf"without its work.json, .*; remove {folder} to begin anew"):
+        run(folder)
+    for path in folder.glob("layer-*"):
+        path.unlink()
+    run(folder)  # nothing is lost where nothing was done
+
+
+def test_activations_that_overflow_are_named_and_what_was_done_stays(tmp_path, monkeypatch):
+    params = small.params()
+    layers = [params["layers"][0], dict(params["layers"][1])]
+    layers[1]["mlp_norm"] = {"scale": params["layers"][1]["mlp_norm"]["scale"] * 1e30}
+    broken = {**params, "layers": layers}
+
+    def start():
+        quantize.apply(PLAN, broken, small.CONFIG, small.tokens(), key=jax.random.key(0), work=tmp_path / "w")
+
+    plain, rounded = _apply._round_layer, []
+    monkeypatch.setattr(_apply, "_round_layer", lambda i, *r: rounded.append(i) or plain(i, *r))
+    for layers_tried in ([0, 1], [0, 1, 1]):
+        with pytest.raises(
+            ValueError, match=r"layers\.1: what mlp\.(gate|down).* is not finite, or its squares"
+        ):
+            start()
+        assert rounded == layers_tried
+
+
+def test_a_kernel_that_cannot_be_rounded_is_named(monkeypatch):
+    def refuses(*_, **__):
+        raise ValueError("hessian is not positive semidefinite")
+
+    monkeypatch.setattr(_apply, "gptq", refuses)
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.attention\.query: hessian is not positive semidefinite"
+    ):
+        run()
+
+
+def test_work_of_another_run_is_refused(finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "work")
     other = quantize.plan(small.CONFIG, method="gptq", bits="W4A8", group_size=16)
     for what, options in (
         ("plan", {"plan": other}),

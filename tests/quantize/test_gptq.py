@@ -13,26 +13,33 @@ def correlated(tokens, inputs, seed=0):
 
 
 def textbook(kernel, hessian, scale, bits, percdamp):
-    """Optimal brain quantisation in a fixed order: the inverse is shrunk by one input after each step."""
+    """Optimal brain quantisation in a fixed order: the inverse is shrunk by one input after each step.
+
+    `scale` is [in, out]: that of each weight.
+    """
     work, top = kernel.astype(np.float64).copy(), 2 ** (bits - 1)
     damped = hessian + percdamp * np.diag(hessian).mean() * np.eye(len(hessian))
     codes = np.zeros_like(work)
     for i in range(len(work)):
         inverse = np.linalg.inv(damped[i:, i:])
-        codes[i] = np.clip(np.round(work[i] / scale), -top, top - 1)
-        error = (work[i] - codes[i] * scale) / inverse[0, 0]
+        codes[i] = np.clip(np.round(work[i] / scale[i]), -top, top - 1)
+        error = (work[i] - codes[i] * scale[i]) / inverse[0, 0]
         work[i:] -= np.outer(inverse[:, 0], error)
     return codes
 
 
-@pytest.mark.parametrize(("block", "inputs"), [(128, 12), (4, 12), (5, 12)])
-def test_it_is_the_textbook_algorithm_whatever_the_block(block, inputs):
-    x = correlated(64, inputs)
-    kernel = np.random.default_rng(1).normal(size=(inputs, 6)).astype(np.float32)
-    found = quantize.gptq(kernel, x.T @ x, 3, block=block)
-    wanted = textbook(kernel, x.T @ x, np.asarray(found.scale)[:, 0], 3, 0.01)
+@pytest.mark.parametrize(("block", "group_size"), [(128, None), (4, None), (5, 4), (128, 3)])
+def test_it_is_the_textbook_algorithm_whatever_block_and_group(block, group_size):
+    x = correlated(64, 12)
+    kernel = np.random.default_rng(1).normal(size=(12, 6)).astype(np.float32)
+    kernel[:6] *= 4  # so that groups have scales of their own
+    found = quantize.gptq(kernel, x.T @ x, 3, block=block, group_size=group_size)
+    groups = 1 if group_size is None else 12 // group_size
+    assert found.scale.shape == (6, groups)
+    scale = np.repeat(np.float64(found.scale).T, 12 // groups, axis=0)
+    wanted = textbook(kernel, x.T @ x, scale, 3, 0.01)
     np.testing.assert_array_equal(found.codes, wanted)
-    np.testing.assert_allclose(found.kernel, wanted * np.asarray(found.scale).T, rtol=1e-6)
+    np.testing.assert_allclose(found.kernel, wanted * scale, rtol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -101,6 +108,8 @@ def test_bad_input_is_named():
         quantize.gptq(kernel, -hessian, 4)
     with pytest.raises(ValueError, match="kernel holds values that are not finite"):
         quantize.gptq(kernel * np.inf, hessian, 4)
+    with pytest.raises(ValueError, match=r"kernel holds values beyond 1e\+18"):
+        quantize.rtn(kernel * 3e38, 4)
     for percdamp in (0, np.inf, np.nan):
         with pytest.raises(ValueError, match=f"percdamp={percdamp} must be finite and above 0"):
             quantize.gptq(kernel, hessian, 4, percdamp=percdamp)

@@ -59,6 +59,16 @@ def unpacked(params):
     return {**params, "layers": [layer(one) for one in params["layers"]]}
 
 
+def test_parameters_that_are_not_packed_as_the_config_says_are_refused():
+    params, config, _ = packed()
+    with pytest.raises(ValueError, match=r"layers.0.attention.\w+ is not packed, .* weight_bits=4"):
+        quantize.forward(small.params(), small.tokens(1), config)
+    with pytest.raises(ValueError, match="is packed in 4 bits, the config says weight_bits=3"):
+        quantize.forward(params, small.tokens(1), dataclasses.replace(config, weight_bits=3))
+    with pytest.raises(ValueError, match="is packed in 4 bits, the config says weight_bits=16"):
+        quantize.forward(params, small.tokens(1), dataclasses.replace(config, weight_bits=16))
+
+
 def test_without_rounding_it_is_the_model():
     config = quantize.PackedConfig(small.CONFIG, **WHOLE)
     np.testing.assert_array_equal(packed_logits(small.params(), config), dense_logits(small.params()))

@@ -71,6 +71,21 @@ def test_it_is_a_pytree_whose_leaves_have_names():
     np.testing.assert_array_equal(compiled(other), other.dense())
 
 
+def test_stacked_layers_are_kernels_behind_one_another():
+    packed = [random_packed(3, 18, 4, 2, seed)[2] for seed in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *packed)
+    assert stacked.shape == (3, 18, 4)
+    assert stacked.group_size == 9
+    assert stacked.nbytes == 3 * packed[0].nbytes
+    np.testing.assert_array_equal(stacked.dense(), [one.dense() for one in packed])
+    np.testing.assert_array_equal(stacked.unpack(), [one.unpack() for one in packed])
+
+
+def test_packing_is_work_of_the_host():
+    with pytest.raises(TypeError, match=r"PackedTensor.pack works on the host: call it outside jax\.jit"):
+        jax.jit(lambda codes: PackedTensor.pack(codes, np.ones((2, 1)), 4))(np.zeros((3, 2), int))
+
+
 def test_what_does_not_fit_is_refused():
     ones = np.ones((2, 1), np.float32)
     codes = np.zeros((3, 2), int)

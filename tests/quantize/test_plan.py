@@ -54,6 +54,15 @@ def test_the_bytes_it_promises_are_the_bytes_it_makes(options):
         assert [row["bytes"] for row in rows] == [row.bytes for row in plan.rows]
 
 
+def test_norms_of_a_narrow_model_are_float32_as_promised():
+    narrow = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), small.params())
+    for bits in ("W4", "W16A8"):
+        plan = quantize.plan(small.CONFIG, method="rtn", bits=bits, keep_dtype="bfloat16")
+        params, _, _ = quantize.apply(plan, narrow, small.CONFIG, key=jax.random.key(0))
+        assert params["layers"][0]["mlp_norm"]["scale"].dtype == "float32"
+        assert trees.byte_count(params) == plan.packed_bytes + plan.kept_bytes
+
+
 def test_it_survives_json():
     plan = quantize.plan(small.CONFIG, method="respinquant", bits="W3A3KV4", rank=None, clip=None)
     assert quantize.QuantizationPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
@@ -101,6 +110,18 @@ def test_bad_options_are_named(options, message):
         quantize.plan(small.CONFIG, **options)
 
 
+def test_other_types_are_named():
+    with pytest.raises(TypeError, match="bits=4 must be text, such as 'W4A4'"):
+        quantize.plan(small.CONFIG, method="rtn", bits=4)
+    with pytest.raises(TypeError, match="config must be a TransformerConfig, this is a NoneType"):
+        quantize.plan(None, method="rtn")
+    plan = quantize.plan(small.CONFIG, method="rtn")
+    with pytest.raises(TypeError, match=r"quantize.apply works on the host: call it outside jax\.jit"):
+        jax.jit(lambda p: quantize.apply(plan, p, small.CONFIG, key=jax.random.key(0))[0])(small.params())
+    with pytest.raises(TypeError, match="rtn works on the host"):
+        jax.jit(lambda kernel: quantize.rtn(kernel, 4).kernel)(np.ones((4, 2), np.float32))
+
+
 def test_models_that_cannot_be_rotated_are_refused():
     config = dataclasses.replace(small.CONFIG, norm="layer")
     with pytest.raises(ValueError, match="norm='layer'"):
@@ -118,6 +139,9 @@ def test_apply_refuses_before_any_work():
         run(small.params(), tokens=None)
     with pytest.raises(ValueError, match=r"ids outside 0 ... 63"):
         run(small.params(), tokens=small.tokens() + 64)
+    learned = quantize.plan(small.CONFIG, method="respinquant", rank=4, batch=3)
+    with pytest.raises(ValueError, match="at least two batches of 3"):
+        quantize.apply(learned, small.params(), small.CONFIG, TOKENS, key=jax.random.key(0))
     broken = jax.tree.map(lambda leaf: leaf, small.params())
     broken["layers"][1]["mlp"]["up"]["kernel"] = (
         broken["layers"][1]["mlp"]["up"]["kernel"].at[3, 4].set(np.nan)
