@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_SUBMODULES = ("ssa",)
-__all__ = ["ssa"]
+_SUBMODULES = ("ffd", "ssa")
+__all__ = ["ffd", "ssa"]
 
 if TYPE_CHECKING:
-    from effml.attend import ssa
+    from effml.attend import ffd, ssa
 
 
 def __getattr__(name: str) -> Any:
