@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -79,17 +80,41 @@ def test_float32_rounds_once_and_the_library_model_runs_it():
     ready = respinquant.rotate(params, config, rotations, rank=None, hadamard=False)
     assert not ready.config.tied_head
 
-    def residual(x, update, name, layer_params):
-        return x @ layer_params["residual"][name]["t"] + update
-
-    actual = transformer.forward(
-        jax.tree.map(jnp.asarray, ready.params), jnp.asarray(TOKENS), ready.config, residual=residual
-    ).logits
+    actual = library_logits(ready.params, ready.config)
     np.testing.assert_allclose(actual, numpy_model.logits(params, TOKENS, config), rtol=2e-6, atol=2e-4)
     untied = respinquant.untie(params, config)[0]
     fused64 = fused_in_float64(untied, rotations, spec, hadamard=False)
     for exact, rounded in zip(jax.tree.leaves(fused64), jax.tree.leaves(strip(ready.params))):
         np.testing.assert_array_equal(rounded, exact.astype(np.float32))
+
+
+def test_learned_positions_and_an_ungated_perceptron_turn_too():
+    config = dataclasses.replace(numpy_model.config(2), positions="learned", mlp="gelu", max_length=16)
+    params = jax.tree.map(np.float32, numpy_model.random_params(config))
+    spec = respinquant.transformer_spec(config)
+    assert spec.tables == (("embedding", "table"), ("positions", "table"))
+    rotations = numpy_model.random_rotations(spec)
+    ready = respinquant.rotate(params, config, rotations, rank=None, hadamard=False)
+    whole = library_logits(params, config)
+    np.testing.assert_allclose(library_logits(ready.params, ready.config), whole, atol=1e-3)
+    assert np.abs(whole).max() > 1
+    # The positions do count, and so does their basis.
+    unturned = {**ready.params, "positions": params["positions"]}
+    assert np.abs(library_logits(unturned, ready.config) - whole).max() > 0.1
+
+
+def turned_residual(x, update, name, layer_params):
+    change = layer_params.get("residual")
+    return x + update if change is None else x @ change[name]["t"] + update
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def compiled_forward(params, tokens, config):
+    return transformer.forward(params, tokens, config, residual=turned_residual).logits
+
+
+def library_logits(params, config):
+    return np.asarray(compiled_forward(params, TOKENS, config))
 
 
 def strip(params):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +21,13 @@ EXPECTED = numpy_model.logits(PARAMS, TOKENS, CONFIG)
 
 def run(ready):
     """Logits of a prepared model, its skips turned as its parameters say."""
+    return compiled(ready.params, ready.config, ready.hadamard)
 
+
+@functools.partial(jax.jit, static_argnames=("config", "hadamard"))
+def compiled(params, config, hadamard):
     def linear(x, params, name):
-        if name == "mlp.down" and ready.hadamard:
+        if name == "mlp.down" and hadamard:
             x = linalg.fht(x, order=linalg.hadamard_order(CONFIG.mlp_width))
         return transformer.plain_linear(x, params, name)
 
@@ -33,10 +39,7 @@ def run(ready):
             return x @ change["t"] + update
         return respinquant.residual_rotate(x, change["q"], change["m"]) + update
 
-    params = jax.tree.map(jnp.asarray, ready.params)
-    return transformer.forward(
-        params, jnp.asarray(TOKENS), ready.config, linear=linear, residual=residual
-    ).logits
+    return transformer.forward(params, jnp.asarray(TOKENS), config, linear=linear, residual=residual).logits
 
 
 @pytest.mark.parametrize("kind", ["none", "hadamard"])

@@ -14,7 +14,7 @@ from effml.nn import transformer
 from effml.optimize import scale_by_cayley
 from effml.quantize import fake_quant_act, fake_quant_weight, respinquant
 from effml.quantize.respinquant import RotationSet, RotationTraining, _training
-from tests.quantize import numpy_model
+from tests.quantize import numpy_model, small
 
 CONFIG = numpy_model.config(2)
 SPEC = respinquant.transformer_spec(CONFIG)
@@ -225,12 +225,40 @@ def test_an_optax_transformation_takes_the_place_of_the_default(trained):
     assert result.taken == []
 
 
-def test_a_global_basis_stays_one(trained):
-    result = train(kind="global")
+def test_a_global_basis_stays_one_and_orthogonal_by_products_alone(trained):
+    result = train(kind="global", settings=dataclasses.replace(SETTINGS, exact=False, iters=1, max_step=1.5))
+    assert max(result.taken) > 0.1
+    assert result.best_step > 0
+    assert result.orthogonality < 1e-5
     for change in respinquant.transitions(result.rotations):
         np.testing.assert_allclose(change, np.broadcast_to(np.eye(16), change.shape), atol=1e-5)
     assert result.evaluations[0] == pytest.approx(trained.evaluations[0], rel=1e-5)
-    assert np.abs(result.rotations.a[0] - START.a[0]).max() > 1e-4 or result.best_step == 0
+    assert np.abs(result.rotations.a[0] - START.a[0]).max() > 1e-4
+
+
+@pytest.mark.parametrize("size", [8, 40])
+def test_what_few_iterations_leave_is_made_orthogonal(size):
+    """A start and a gradient along the axes: the skew matrix is as large as a step lets it be."""
+    gradient = np.roll(np.eye(size, dtype=np.float32), size // 2, axis=0)
+    gradient[: size // 2] *= -1
+    moved = linalg.cayley_step(jnp.eye(size), jnp.asarray(gradient), 1.5, exact=False, iters=5).matrix
+    assert respinquant._rotations.orthogonality(moved) > 5e-3
+    found = _training._back_to_rotations({"basis": moved})["basis"]
+    assert respinquant._rotations.orthogonality(found) < 1e-5
+    np.testing.assert_allclose(found, scipy.linalg.polar(np.float64(moved))[0], atol=1e-5)
+
+
+def test_what_an_optimizer_of_the_callers_leaves_is_made_orthogonal():
+    drift = optax.stateless(lambda gradient, params: jax.tree.map(lambda leaf: 0.02 * leaf, params))
+    result = train(settings=dataclasses.replace(SETTINGS, steps=1, evaluate_every=1), optimizer=drift)
+    assert result.orthogonality < 1e-5
+    np.testing.assert_allclose(result.evaluations[1][1], result.evaluations[0][1], rtol=1e-4)
+
+
+def test_a_start_without_a_loss_is_an_error(monkeypatch):
+    monkeypatch.setattr(_training, "_mean_loss", lambda *_: float("nan"))
+    with pytest.raises(ValueError, match="loss at the start is nan on the calibration set: .* of 3 bits"):
+        train()
 
 
 def test_an_interrupted_run_goes_on_where_it_was(trained, tmp_path):
@@ -250,7 +278,16 @@ def test_an_interrupted_run_goes_on_where_it_was(trained, tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rotations.npz"]
     with pytest.raises(ValueError, match=r"rotations.npz' is of another run"):
         train(checkpoint=path, settings=dataclasses.replace(SETTINGS, max_step=0.2))
-    path.write_bytes(path.read_bytes()[:-100])
+    for optimizer in (scale_by_cayley(0.1), optax.sgd(0.1)):
+        with pytest.raises(ValueError, match=r"rotations.npz' is of another run .*optimizer"):
+            train(checkpoint=path, optimizer=optimizer)
+    whole = path.read_bytes()
+    for place in (0.1, 0.5, 0.9):
+        small.flipped(path, place)
+        with pytest.raises(ValueError, match=r"rotations.npz' is (damaged|of another run).*; remove it|, remove it"):
+            train(checkpoint=path)
+        path.write_bytes(whole)
+    path.write_bytes(whole[:-100])
     with pytest.raises(ValueError, match=r"rotations.npz' is damaged"):
         train(checkpoint=path)
 
