@@ -259,13 +259,13 @@ def ssa_attention(
     query: Float[Array, "batch length heads head"],
     key: Float[Array, "batch length kv_heads head"],
     value: Float[Array, "batch length kv_heads value"],
-    gate: Float[Array, "batch length heads"] | None,
+    gate: Float[Array, "*shape"] | None,
     config: SSAConfig,
     *,
     mode: str | bool | np.bool_ | Bool[Array, ""],
     train: bool = False,
     scale: float | None = None,
-    segment_ids: Int[Array | np.ndarray, "*shape"] | None = None,
+    segment_ids: Int[Array | np.ndarray, "*ids"] | None = None,
     max_segments: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "batch length heads value"], Float[Array, ""], Streams]:
@@ -284,7 +284,7 @@ def ssa_attention(
         query: rotated queries; head j reads key head `j // (heads // kv_heads)`.
         key: rotated keys.
         value: values.
-        gate: factor on every head's output; None is 1.
+        gate: [batch, length, heads], factor on every head's output; None is 1.
         config: blocks, budget and alignment.
         mode: "full", "sparse", or a bool (True is sparse), which may be traced.
         train: whether both streams are computed.
