@@ -8,9 +8,13 @@ online softmax. Arrays are head-major: `[B, Hkv, T, ...]`.
 | form | JAX | notes |
 |---|---|---|
 | `xla` | 0.10.2 to 0.12 | everywhere; a scan over the codes, then a loop over the kept blocks |
+| `cpu` | 0.10.2 to 0.12 | native code, compiled on first use: unpacks codes in registers, reads kept blocks alone |
 | `pallas_gpu` | 0.10.2 to 0.12 (Triton; deprecated by JAX since 0.11) | split-K, predicated loads |
 | `pallas_tpu` | 0.10.2 to 0.12 | kept blocks are copied from HBM on demand |
 | `triton` | through jax-triton, on a GPU only | the same kernel in Triton's language |
+
+On a CPU the native form is the one that saves time; XLA unpacks codes into memory before it multiplies, which costs as
+much as reading float32 keys, so its path saves bytes alone. `bench.py` measures both against dense attention.
 
 Never run on a GPU or TPU so far: interpreted, lowered, and compiled to sm_90 and v5e code (`tests/kernels`).
 """
@@ -28,7 +32,7 @@ from jax.custom_batching import custom_vmap
 
 from pallas_kernels import _dispatch
 from pallas_kernels._varying import gradient_like
-from pallas_kernels.ffd_decode import pallas_gpu, pallas_tpu, probe, reference, triton, xla
+from pallas_kernels.ffd_decode import cpu, pallas_gpu, pallas_tpu, probe, reference, triton, xla
 from pallas_kernels.ffd_decode.arguments import checked
 from pallas_kernels.ffd_decode.body import (
     Spec,
@@ -62,7 +66,7 @@ __all__ = [
     "unpack_codes",
 ]
 
-FORMS = {"xla": None, "pallas_gpu": None, "pallas_tpu": None, "triton": triton.absent}
+FORMS = {"xla": None, "cpu": cpu.why_not, "pallas_gpu": None, "pallas_tpu": None, "triton": triton.absent}
 
 
 def availability() -> list[str]:
@@ -159,7 +163,8 @@ def ffd_decode(
         threshold: one of the names above, or an array.
         bits: 2 or 4.
         num_splits: programs along the cache in the Pallas and Triton forms; None takes `default_splits`.
-        implementation: None takes the best form of the platform; `"xla"`, `"pallas"`, `"triton"` take it or raise.
+        implementation: None takes the best form of the platform (on a CPU the native one, or XLA's where there is no
+            C++ compiler); `"xla"`, `"cpu"`, `"pallas"`, `"triton"` take it or raise.
         return_stats: whether to return `FFDStats` too.
 
     Returns:
@@ -229,8 +234,9 @@ def _decode(
         theta = jnp.full(rows.shape[:3], -jnp.inf, jnp.float32)
     else:
         of_tail = reference.tail_partial_scores(spec, rows, k_tail, seen)
-        given: list[Any] = [delta.astype(jnp.float32), rows, k_code, k_scale, k_resid, num_blocks, of_tail]
-        theta = probe.threshold(spec, mode, *(lax.stop_gradient(x) for x in given))
+        probed = [lax.stop_gradient(x) for x in (rows, k_code, k_scale, k_resid, num_blocks)]
+        top: Any = _joined(functools.partial(_probe, implementation, spec, mode))(*probed)
+        theta = probe.threshold(mode, delta.astype(jnp.float32), top, of_tail)
     theta = lax.stop_gradient(theta)
     arrays = rows, k_code, k_scale, k_resid, v, k_tail, v_tail, num_blocks, seen, theta
     results: Any = _differentiable(implementation, spec, *arrays)
@@ -258,24 +264,49 @@ def kept_mass(*arrays: Any, **options: Any) -> jax.Array:
     return jnp.exp(read.lse - ffd_decode(*arrays, **everything)[1].lse)
 
 
-def _reasons(spec: Spec, q, k_code, k_scale, k_resid, v) -> dict[str, str]:
+def _reasons(implementation: str | None, spec: Spec, q, k_code, k_scale, k_resid, v) -> dict[str, str]:
     """Why a form can't take a call of these shapes."""
     if 0 in q.shape or k_scale.shape[2] == 0 or v.shape[-1] == 0:
-        return dict.fromkeys(("pallas_gpu", "pallas_tpu", "triton"), "there are no queries or no blocks")
+        return dict.fromkeys(
+            ("cpu", "pallas_gpu", "pallas_tpu", "triton"), "there are no queries or no blocks"
+        )
     shapes = q.shape, k_code.shape, k_resid.shape, v.shape, k_resid.dtype
     found = {"pallas_gpu": pallas_gpu.refuses(spec, *shapes), "pallas_tpu": pallas_tpu.refuses(spec, *shapes)}
     found["triton"] = triton.absent() or found["pallas_gpu"]
+    if implementation in (None, "cpu") and "cpu" in _dispatch.platforms():
+        found["cpu"] = cpu.refuses(q.shape, k_resid.dtype) or cpu.why_not()
     return {form: why for form, why in found.items() if why}
 
 
 def _offered(spec: Spec):
     forms = {
         "xla": xla.attend_blocks,
+        "cpu": cpu.attend_blocks,
         "pallas_gpu": pallas_gpu.attend_blocks,
         "pallas_tpu": pallas_tpu.attend_blocks,
         "triton": triton.attend_blocks,
     }
     return {name: functools.partial(form, spec) for name, form in forms.items()}
+
+
+def _probe(implementation: str | None, spec: Spec, mode: str, q, k_code, k_scale, k_resid, num_blocks):
+    """The largest score of the probed blocks: natively where the call runs natively, else by XLA."""
+    forms = {"xla": probe.largest_score, "cpu": cpu.largest_score}
+    forms = {name: functools.partial(form, spec, mode) for name, form in forms.items()}
+    named = implementation if implementation in (None, "cpu") else "xla"
+    reasons = _reasons(named, spec, q, k_code, k_scale, k_resid, q)
+    return _dispatch.choose(named, forms, reasons)(q, k_code, k_scale, k_resid, num_blocks)
+
+
+def _attend(implementation: str | None, spec: Spec, *arrays):
+    q, k_code, k_scale, k_resid, v, k_tail, v_tail, num_blocks, mask, theta = arrays
+    reasons = _reasons(implementation, spec, q, k_code, k_scale, k_resid, v)
+    run = _dispatch.choose(implementation, _offered(spec), reasons)
+    m, total, acc, kept = run(q, k_code, k_scale, k_resid, v, num_blocks, theta)
+    if mask.shape[-1]:
+        tail = reference.tail_partial(spec, q, k_tail, v_tail, mask)
+        m, total, acc = merge_partials(*(jnp.stack(pair) for pair in zip((m, total, acc), tail)))
+    return *finish(m, total, acc), kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -284,7 +315,7 @@ def _differentiable(implementation, spec, *arrays) -> Any:
 
 
 def _forward(implementation, spec, *arrays):
-    out, lse, kept = _batched(implementation, spec)(*arrays)
+    out, lse, kept = _joined(functools.partial(_attend, implementation, spec))(*arrays)
     return (out, lse, kept), (arrays[:7], arrays[8], kept)
 
 
@@ -314,19 +345,9 @@ def _backward(implementation, spec, saved, cotangents):
 _differentiable.defvjp(_forward, _backward)
 
 
-def _batched(implementation, spec):
-    """The op on arrays, whose vmap joins the mapped axis to the batch: a mapped `cond` would read every block."""
-
-    @custom_vmap
-    def op(*arrays):
-        q, k_code, k_scale, k_resid, v, k_tail, v_tail, num_blocks, mask, theta = arrays
-        reasons = _reasons(spec, q, k_code, k_scale, k_resid, v)
-        run = _dispatch.choose(implementation, _offered(spec), reasons)
-        m, total, acc, kept = run(q, k_code, k_scale, k_resid, v, num_blocks, theta)
-        if mask.shape[-1]:
-            tail = reference.tail_partial(spec, q, k_tail, v_tail, mask)
-            m, total, acc = merge_partials(*(jnp.stack(pair) for pair in zip((m, total, acc), tail)))
-        return *finish(m, total, acc), kept
+def _joined(function):
+    """A function of arrays whose vmap joins the mapped axis to the batch: a mapped `cond` would read every block."""
+    op = custom_vmap(function)
 
     @op.def_vmap
     def rule(axis_size, in_batched, *arrays):
@@ -336,6 +357,7 @@ def _batched(implementation, spec):
 
         batch = arrays[0].shape[1 if in_batched[0] else 0]
         results = op(*(join(array, batched) for array, batched in zip(arrays, in_batched)))
-        return tuple(x.reshape(axis_size, batch, *x.shape[1:]) for x in results), (True, True, True)
+        results = jax.tree.map(lambda x: x.reshape(axis_size, batch, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda x: True, results)
 
     return op

@@ -15,26 +15,36 @@ from pallas_kernels.ffd_decode.body import Spec, varying_like
 from pallas_kernels.ffd_decode.codes import dequantize
 from pallas_kernels.ffd_decode.reference import by_block
 
-__all__ = ["MODES", "threshold"]
+__all__ = ["MODES", "largest_score", "threshold"]
 
 MODES = ("pseudo_fp", "pseudo", "exact", "certified")
 
 
-def threshold(
-    spec: Spec, mode: str, delta, q, k_code, k_scale, k_resid, num_blocks, tail_scores
-) -> jax.Array:
-    """float32 [B, H, R], see `ffd_decode` for the modes. -inf for a row without blocks.
+def threshold(mode: str, delta, top, tail_scores) -> jax.Array:
+    """float32 [B, H, R], see `ffd_decode` for the modes.
+
+    Args:
+        mode: one of `MODES`.
+        delta: [] or broadcastable, nats.
+        top: [B, H, R] of `largest_score`.
+        tail_scores: float32 [B, H, R, tail], -inf where masked.
+    """
+    if mode != "pseudo":
+        top = jnp.maximum(top, jnp.max(tail_scores, axis=-1, initial=-jnp.inf))
+    return top - delta
+
+
+def largest_score(spec: Spec, mode: str, q, k_code, k_scale, k_resid, num_blocks) -> jax.Array:
+    """float32 [B, H, R], the largest score of the probed blocks, less its bound if `certified`; -inf without blocks.
 
     Args:
         spec: static settings.
         mode: one of `MODES`.
-        delta: [] or broadcastable, nats.
         q: [B, H, R, D].
         k_code: uint8 [B, H, T, bytes].
         k_scale: float32 [B, H, NB, D].
         k_resid: [B, H, T, D].
         num_blocks: int32 [B].
-        tail_scores: float32 [B, H, R, tail], -inf where masked.
     """
     blocks = k_scale.shape[2]
     q = q.astype(jnp.float32) * np.float32(spec.scale)
@@ -64,7 +74,4 @@ def threshold(
         last = jnp.maximum(num_blocks - 1, 0)
         pick = jax.vmap(lambda a, i: lax.dynamic_index_in_dim(a, i, 1, keepdims=False))
         top = jnp.maximum(best(*(a[:, :, 0] for a in parts)), best(*(pick(a, last) for a in parts)))
-    top = jnp.where((num_blocks > 0)[:, None, None], top, -jnp.inf)
-    if mode != "pseudo":
-        top = jnp.maximum(top, jnp.max(tail_scores, axis=-1, initial=-jnp.inf))
-    return top - delta
+    return jnp.where((num_blocks > 0)[:, None, None], top, -jnp.inf)

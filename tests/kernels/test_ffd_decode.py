@@ -746,5 +746,5 @@ def test_delta_from_ratio_and_availability():
     assert op.delta_from_ratio(math.exp(-3)) == pytest.approx(3)
     with pytest.raises(ValueError, match="ratio=0"):
         op.delta_from_ratio(0)
-    assert len(op.availability()) == 3
+    assert len(op.availability()) == 4
     assert op.availability()[0].startswith("xla")
