@@ -15,7 +15,7 @@ from effml.decode.sampling import SamplingConfig, sample
 from effml.nn import cache as dense
 from effml.nn.transformer import TransformerConfig
 
-__all__ = ["Model", "State", "bucket", "capacities", "freeze", "grow", "prefill", "write"]
+__all__ = ["Model", "State", "bucket", "capacities", "freeze", "grow", "prefill", "token_keys", "write"]
 
 _NEVER = np.iinfo(np.int32).max
 
@@ -37,7 +37,7 @@ class Model(NamedTuple):
     cache_init: Callable[..., Any] | None
     append: Callable[..., Any] | None
 
-    def forward(self, params: Any, tokens: Array, **kwargs: Any) -> Any:
+    def forward(self, params: Any, tokens: Array | None, **kwargs: Any) -> Any:
         """Runs the model."""
         return self.function(params, tokens, **dict(self.keywords), **kwargs)
 
@@ -47,12 +47,14 @@ class Model(NamedTuple):
             return self.cache_init(self.config, batch, capacity)
         return dense.init_cache(self.config, batch, capacity, stacked=_is_stacked(params))
 
-    def commit(self, params: Any, cache: Any, keys: Any, values: Any, counts: Array) -> Any:
-        """The caches with the first `counts` new rows of each sequence in them."""
+    def commit(
+        self, params: Any, cache: Any, keys: Any, values: Any, counts: Array, rows: Array | None = None
+    ) -> Any:
+        """The caches with the first `counts` new rows of each sequence in them, or the first of those named."""
         append = dense.append if self.append is None else self.append
 
         def one(layer: Any, k: Array, v: Array) -> Any:
-            return append(layer, k, v, None, counts)
+            return append(layer, k, v, rows, counts)
 
         if _is_stacked(params):
             return jax.vmap(one)(cache, keys, values)
@@ -133,8 +135,8 @@ def capacities(prompt: int, total: int, growing: bool) -> list[int]:
 
 
 @functools.partial(jax.jit, static_argnames=("capacity",))
-def grow(state: State, capacity: int) -> State:
-    """The state with dense caches of a larger capacity."""
+def grow(state: Any, capacity: int) -> Any:
+    """A `State`, or another NamedTuple with a `cache`, with dense caches of a larger capacity."""
 
     def larger(layer: dense.DenseCache) -> dense.DenseCache:
         more, kept = (0, capacity - layer.capacity), [(0, 0)] * (layer.keys.ndim - 2)
@@ -217,6 +219,16 @@ def write(
     return written, state
 
 
+def token_keys(key: PRNGKeyArray, indices: Array) -> Array:
+    """The key of each row's new token with this index, `fold_in(fold_in(key, row), index)`.
+
+    By row and index alone, so that neither the chunks, nor the other sequences, nor how many tokens a pass of the
+    model gives change what is drawn.
+    """
+    rows = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(indices.shape[0]))
+    return jax.vmap(jax.random.fold_in)(rows, indices)
+
+
 def _failed(logits: Array) -> Array:
     return jnp.isnan(logits).any(-1)
 
@@ -227,9 +239,7 @@ def _choose(
     """The state after one more token of each sequence that still runs."""
     keys = None
     if key is not None and not sampling.greedy:
-        # By row and step, so that neither the chunks nor the other sequences change what is drawn.
-        row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0]))
-        keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, state.step)
+        keys = token_keys(key, jnp.broadcast_to(state.step, logits.shape[:1]))
     token = sample(keys, logits, sampling)
     bad = _failed(logits) & ~state.done
     done = state.done | (token[:, None] == stop_ids).any(-1)

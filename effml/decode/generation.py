@@ -65,7 +65,7 @@ def pad_prompts(
         >>> pad_prompts([[1, 2, 3], [4]])[0].tolist()
         [[1, 2, 3], [4, 0, 0]]
     """
-    rows = [_ids(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
+    rows = [as_ids(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
     if not rows:
         raise ValueError("prompts is empty: give at least one prompt")
     lengths = np.array([len(row) for row in rows], np.int32)
@@ -125,8 +125,8 @@ def generate(
         >>> generate(model, tokens, lengths=lengths, max_new_tokens=4).lengths.tolist()
         [4, 4]
     """
-    tokens, sizes = _prompts(prompt_tokens, lengths)
-    run = _Run(model, tokens, sizes, max_new_tokens, sampling, key, stop_ids, cache_init, append, attention)
+    tokens, sizes = as_prompts(prompt_tokens, lengths)
+    run = Run(model, tokens, sizes, max_new_tokens, sampling, key, stop_ids, cache_init, append, attention)
     columns = list(run.chunks(None))
     written = np.concatenate(columns, axis=1)[:, :max_new_tokens]
     padded = np.zeros((len(tokens), max_new_tokens), np.int32)
@@ -181,9 +181,9 @@ def stream(
         5
     """
     positive("chunk", chunk)
-    tokens = _ids("prompt", prompt)[None]
+    tokens = as_ids("prompt", prompt)[None]
     sizes = np.array([tokens.shape[1]], np.int32)
-    run = _Run(model, tokens, sizes, max_new_tokens, sampling, key, stop_ids, cache_init, append, attention)
+    run = Run(model, tokens, sizes, max_new_tokens, sampling, key, stop_ids, cache_init, append, attention)
     return (int(token) for column in run.chunks(chunk) for token in column[0] if token >= 0)
 
 
@@ -241,36 +241,50 @@ def stream_text(
         >>> sum(count for _, count in stream_text(model, "def ", max_new_tokens=5, stop_ids=()))
         5
     """
-    from effml.data import StreamDecoder, encode_prompt
-
     positive("chunk", chunk)
+    stops = StopTexts(stop)
+    tokenizer, tokens = encode_text(model, prompt, special_tokens=special_tokens, prefix=prefix)
+    sizes = np.array([tokens.shape[1]], np.int32)
+    ids = tokenizer.stop_ids if stop_ids is None else stop_ids
+    run = Run(model, tokens, sizes, max_new_tokens, sampling, key, ids, cache_init, append, attention)
+
+    return text_pieces(tokenizer, stops, (column[0] for column in run.chunks(chunk)))
+
+
+def encode_text(
+    model: Any, prompt: str, *, special_tokens: bool, prefix: bool
+) -> tuple[Any, Int[np.ndarray, "1 length"]]:
+    """The model's tokenizer, and the ids of a prompt."""
+    from effml.data import encode_prompt
+
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: use `stream` with token ids")
-    stops = StopTexts(stop)
     if prefix:
-        prompt_ids = encode_prompt(tokenizer, prompt, special_tokens=special_tokens)
+        ids = encode_prompt(tokenizer, prompt, special_tokens=special_tokens)
     else:
-        prompt_ids = tokenizer.encode(prompt, special_tokens=special_tokens)
-    tokens = _ids("prompt", prompt_ids)[None]
-    sizes = np.array([tokens.shape[1]], np.int32)
-    ids = tokenizer.stop_ids if stop_ids is None else stop_ids
-    run = _Run(model, tokens, sizes, max_new_tokens, sampling, key, ids, cache_init, append, attention)
-
-    def pieces() -> Iterator[tuple[str, int]]:
-        decoder = StreamDecoder(tokenizer)
-        for column in run.chunks(chunk):
-            new = column[0][column[0] >= 0]
-            yield stops.push(decoder.push(new)), len(new)
-            if stops.found is not None:
-                return
-        yield stops.push(decoder.finish()) + stops.finish(), 0
-
-    return pieces()
+        ids = tokenizer.encode(prompt, special_tokens=special_tokens)
+    return tokenizer, as_ids("prompt", ids)[None]
 
 
-class _Run:
-    """One checked call: holds the arguments of the compiled programs, and the state between two of them."""
+def text_pieces(tokenizer: Any, stops: StopTexts, chunks: Iterable[np.ndarray]) -> Iterator[tuple[str, int]]:
+    """Chunks of one sequence's new tokens (-1 is none) as pieces of text, with the number of tokens of each."""
+    from effml.data import StreamDecoder
+
+    decoder = StreamDecoder(tokenizer)
+    for chunk in chunks:
+        new = chunk[chunk >= 0]
+        yield stops.push(decoder.push(new)), len(new)
+        if stops.found is not None:
+            return
+    yield stops.push(decoder.finish()) + stops.finish(), 0
+
+
+class Run:
+    """One checked call: holds the arguments of the compiled programs, and the state between two of them.
+
+    Shared with `effml.decode.esp`, which has programs of its own.
+    """
 
     def __init__(
         self,
@@ -303,7 +317,7 @@ class _Run:
         self.max_new_tokens = max_new_tokens
         self.longest = longest
         self.key = None if sampling.greedy else key
-        self.static = {
+        self.static: dict[str, Any] = {
             "model": _loop.freeze(model.forward, model.config, attention, cache_init, append),
             "sampling": sampling,
         }
@@ -361,17 +375,19 @@ class _Run:
         self._goes_on()
 
     def _goes_on(self) -> bool:
-        failed = np.asarray(self.state.failed)
+        self._check_failed(np.asarray(self.state.failed))
+        return not bool(np.asarray(self.state.done).all())
+
+    def _check_failed(self, failed: np.ndarray) -> None:
         row = int(failed.argmin())
         if failed[row] < np.iinfo(np.int32).max:
             raise ValueError(
                 f"the logits of sequence {row} are NaN at new token {failed[row]}: the parameters hold NaN or "
                 "infinity, or the model overflows"
             )
-        return not bool(np.asarray(self.state.done).all())
 
 
-def _ids(name: str, ids: Any) -> np.ndarray:
+def as_ids(name: str, ids: Any) -> np.ndarray:
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
@@ -382,7 +398,7 @@ def _ids(name: str, ids: Any) -> np.ndarray:
     return array
 
 
-def _prompts(prompt_tokens: Any, lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+def as_prompts(prompt_tokens: Any, lengths: Any) -> tuple[np.ndarray, np.ndarray]:
     tokens = np.asarray(prompt_tokens)
     if tokens.ndim != 2 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise ValueError(
