@@ -9,18 +9,19 @@ import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from effml.cli import _quantize
+
 if TYPE_CHECKING:
     import numpy as np
 
     from effml.models import LoadedModel
-    from effml.quantize import QuantizationPlan, QuantizationRows
+    from effml.quantize import QuantizationPlan
 
 _TOKENS = 16_384
 _TOKENS_OF_A_STEP = 512
@@ -108,7 +109,7 @@ class Command:
             line = f"work folder: {work}; if it is interrupted, the same command goes on there"
             print(line, file=sys.stderr, flush=True)
 
-        shown = _Progress(begin)
+        shown = _quantize.Progress(begin)
         params, config, rows = quantize.apply(
             plan,
             loaded.params,
@@ -138,17 +139,17 @@ class Command:
             preset="cpu",
             seeds=(self.seed,),
             rows=list(rows),
-            curves=_curves(rows),
-            summary=_summary(rows),
+            curves=_quantize.curves(rows),
+            summary=_quantize.summary(rows),
             seconds=time.perf_counter() - started,
             command=self._command(),
         )
         result.save(out / "result.json")
         quantize.WorkFolder.discard(work)
         if rows:
-            Console().print(report.table(_by_layer(rows)))
+            Console().print(report.table(_quantize.by_layer(rows)))
         if rows.training is not None:
-            print(_about_training(rows.training))
+            print(_quantize.about_training(rows.training))
         size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
         print(
             f"{plan.bits} by {self.method}: {size / 1e6:.1f} MB, was {loaded.bytes_on_disk / 1e6:.1f} MB on disk"
@@ -263,7 +264,7 @@ class Command:
         windows, length = self._window_shape(loaded) if plan.needs_calibration else (0, 0)
         print(
             f"{plan.method} {plan.bits}{rotated}: {before / 1e6:.1f} MB of parameters become {after / 1e6:.1f} MB; "
-            f"about {_duration(_seconds(plan, windows, length))} on this machine"
+            f"about {_quantize.duration(_quantize.seconds_of(plan, windows, length))} on this machine"
         )
         if plan.weight_bits == 16:
             print("weights stay as they are: what is rounded is rounded while the model runs")
@@ -278,7 +279,7 @@ class Command:
         words = ["effml", "quantize", self.model]
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
-            if value != field.default:
+            if value != field.default or field.name in ("method", "bits"):
                 name = "--" + field.name.replace("_", "-")
                 words += [name] if value is True else [name, str(value)]
         return shlex.join(words)
@@ -299,113 +300,3 @@ def _bytes(tree: Any) -> int:
     from effml import trees
 
     return trees.byte_count(tree)
-
-
-def _seconds(plan: QuantizationPlan, windows: int, length: int) -> float:
-    """A rough guess from operation counts and one timed product."""
-    import jax
-    import jax.numpy as jnp
-
-    size = 1024
-    product = jax.jit(jnp.matmul)
-    x = jnp.ones((size, size))
-    product(x, x).block_until_ready()
-    started = time.perf_counter()
-    product(x, x).block_until_ready()
-    rate = 2 * size**3 / (time.perf_counter() - started)  # operations per second
-    weights = sum(row.inputs * row.outputs for row in plan.rows)
-    seconds = 0.0
-    if plan.weight_bits < 16:
-        seconds += (80 if plan.clip else 1) * 4e-9 * weights
-        if plan.rounding == "gptq":
-            inputs = {(row.layer, row.name.split(".")[0], row.inputs): row.inputs for row in plan.rows}
-            tokens = windows * length
-            counted = 2 * 2 * tokens * weights + 2 * tokens * sum(n * n for n in inputs.values())
-            counted += sum(2 * row.inputs**2 * (row.inputs + row.outputs) for row in plan.rows)
-            seconds += counted / rate
-    return 5 + seconds + plan.steps * plan.batch * length * 12 * weights / rate
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def _by_layer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each layer: bytes, the largest errors, seconds."""
-    table = []
-    for layer in dict.fromkeys(row["layer"] for row in rows):
-        own = [row for row in rows if row["layer"] == layer]
-        line = {
-            "layer": layer,
-            "bits": own[0]["bits"],
-            "kB": sum(row["bytes"] for row in own) / 1e3,
-            "weight error": max(row["weight_error"] for row in own),
-        }
-        for name, key in (
-            ("output error", "output_error"),
-            ("orthogonality", "orthogonality"),
-            ("basis change", "distance"),
-            ("basis change error", "residual_error"),
-        ):
-            found = [row[key] for row in own if row.get(key) is not None]
-            if found:
-                line[name] = max(found)
-        table.append({**line, "seconds": sum(row["seconds"] for row in own)})
-    return table
-
-
-def _curves(rows: QuantizationRows) -> dict[str, Any]:
-    if not rows.transitions:
-        return {}
-    training = rows.training or {}
-    kept = {name: training[name] for name in ("losses", "evaluations") if name in training}
-    return {**kept, "transitions": list(rows.transitions)}
-
-
-def _summary(rows: QuantizationRows) -> dict[str, float | int]:
-    if rows.training is None:
-        return {}
-    names = ("steps", "best_step", "mean_step", "max_step", "orthogonality")
-    found = {name: rows.training[name] for name in names if rows.training[name] is not None}
-    nats = dict(rows.training["evaluations"])
-    return {**found, "nats_at_start": nats[0], "nats_at_best": nats[rows.training["best_step"]]}
-
-
-def _about_training(training: dict[str, Any]) -> str:
-    nats = dict(training["evaluations"])
-    best = training["best_step"]
-    chosen = (
-        f"those after step {best} were the best, {nats[best]:.4f} nats per token"
-        if best
-        else "none was better"
-    )
-    return (
-        f"rotations: of {training['steps']} steps, {chosen} on the fixed set ({nats[0]:.4f} at the start); "
-        f"mean step {training['mean_step']:.3g}, its ceiling {training['max_step']:g}"
-    )
-
-
-class _Progress:
-    """Lines with the rest of the time: one that is written over on a terminal, one every 5 seconds elsewhere."""
-
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self._begin = begin
-        self._stage = ""
-        self._began = self._shown = 0.0
-        self._first = 0
-
-    def __call__(self, stage: str, done: int, total: int, detail: str) -> None:
-        now = time.perf_counter()
-        if stage == "checks":
-            self._begin()
-            return
-        if stage != self._stage:
-            self._stage, self._began, self._first, self._shown = stage, now, done, 0.0
-        each = (now - self._began) / max(done - self._first, 1)
-        left = f"about {_duration(each * (total - done))} left" if done > self._first else ""
-        line = " | ".join(part for part in (f"{stage} {done}/{total}", detail, left) if part)
-        if sys.stderr.isatty():
-            print(f"\r\033[K{line}", end="\n" if done == total else "", file=sys.stderr, flush=True)
-        elif done == total or now - self._shown >= 5:
-            self._shown = now
-            print(line, file=sys.stderr, flush=True)

@@ -257,7 +257,7 @@ def test_what_an_optimizer_of_the_callers_leaves_is_made_orthogonal():
 
 def test_a_start_without_a_loss_is_an_error(monkeypatch):
     monkeypatch.setattr(_training, "_mean_loss", lambda *_: float("nan"))
-    with pytest.raises(ValueError, match="loss at the start is nan on the calibration set: .* of 3 bits"):
+    with pytest.raises(ValueError, match=r"loss at the start is nan on the calibration set: .* of 3 bits"):
         train()
 
 
