@@ -1,5 +1,6 @@
 """A transformer that decodes with FFD: through generation, row by row, in batches, scanned or not."""
 
+import dataclasses
 import functools
 import types
 
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 from effml import decode, nn
-from effml.attend import ffd
+from effml.attend import ffd, ssa
 from effml.decode import _loop
 from effml.nn import transformer
 
@@ -46,7 +47,7 @@ def tokens(batch=2, length=70):
 @functools.partial(jax.jit, static_argnames=("config", "scanned", "prompt"))
 def teacher_forced(params, ids, lengths, config, prompt, scanned=False):
     """Logits [batch, steps, vocab] of the rows behind the prompt, fed one by one, and the kept share of each step."""
-    arguments = ffd.decoding_arguments(config, stacked=scanned)
+    arguments = ffd.decoding_options(config, stacked=scanned)
     attention, append = arguments["attention"], arguments["append"]
     caches = arguments["cache_init"](CONFIG, ids.shape[0], 128)
     call = functools.partial(transformer.forward_cached, config=CONFIG, attention=attention, append=append)
@@ -107,7 +108,7 @@ def test_a_finite_delta_reads_less_ragged_or_scanned_and_named_layers_read_every
 def test_generation_takes_it_and_compiles_once():
     prompts, lengths = decode.pad_prompts([tokens()[0, :20], tokens()[1, :9]])
     run = functools.partial(decode.generate, model(), prompts, lengths=lengths, max_new_tokens=24)
-    written = run(**ffd.decoding_arguments(CHOOSING)).tokens
+    written = run(**ffd.decoding_options(CHOOSING)).tokens
     # Each token is the likeliest one after those before it, read one by one.
     text = np.concatenate([prompts, written[:, :-1]], axis=1)
     logits = np.asarray(teacher_forced(params(), text, jnp.asarray(lengths), CHOOSING, 20)[0])
@@ -116,7 +117,7 @@ def test_generation_takes_it_and_compiles_once():
     assert clear.mean() > 0.9
     np.testing.assert_array_equal(logits.argmax(-1)[clear], written[:, 1:][clear])
     before = _loop.write._cache_size()
-    np.testing.assert_array_equal(run(**ffd.decoding_arguments(CHOOSING)).tokens, written)
+    np.testing.assert_array_equal(run(**ffd.decoding_options(CHOOSING)).tokens, written)
     assert _loop.write._cache_size() == before
 
 
@@ -183,9 +184,27 @@ def test_the_module_is_the_functions():
 )
 def test_settings_that_are_not_possible(changes, error, message):
     with pytest.raises(error, match=message):
-        ffd.decoding_arguments(**changes)
+        ffd.decoding_options(**changes)
 
 
 def test_a_model_without_a_cache_is_dense():
     out = transformer.forward(params(), tokens(), CONFIG, attention=ffd.FFDAttention(ffd.FFDConfig()))
     np.testing.assert_allclose(out.logits, plain(), atol=1e-5)
+
+
+def test_a_model_trained_with_gates_and_blocks_decodes_with_its_gates():
+    one = dataclasses.replace(CONFIG, num_layers=1)
+    config = ssa.SSATransformerConfig(one, ssa.SSAConfig(8, 2))
+    weights = ssa.init_params(jax.random.key(3), config)
+    for layer in weights["layers"]:  # fresh gates are all one half
+        layer["attention"]["gate"]["kernel"] = 0.5 * jax.random.normal(jax.random.key(4), (32, 4))
+    whole = ssa.forward(weights, tokens()[:, :31], config).logits
+    settings = ffd.FFDConfig(delta=float("inf"), block=8, bits=4, residual_dtype="float32")
+    options = ffd.decoding_options(settings, block=config.attention.block_size)
+    call = jax.jit(functools.partial(ssa.forward, config=config, attention=options["attention"]))
+    caches = options["cache_init"](config.model, 2, 64)
+    out = call(weights, tokens()[:, :30], cache=caches)
+    caches = [options["append"](*rows) for rows in zip(caches, out.keys, out.values)]
+    last = call(weights, tokens()[:, 30:31], cache=caches)
+    np.testing.assert_allclose(out.logits, whole[:, :30], atol=2e-4)
+    np.testing.assert_allclose(last.logits, whole[:, 30:], atol=2e-4)

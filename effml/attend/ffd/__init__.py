@@ -6,7 +6,7 @@ scores it has. Nothing is trained, and how much is read follows from how sharp e
 spreads its attention evenly reads everything.
 
 `QuantizedKV` is the cache, `append` and `prefill` fill it, `ffd_attention` reads it, `kept_mass` tells what it left
-out, and `decoding_arguments` hands all of it to generation:
+out, and `decoding_options` hands all of it to generation:
 
     >>> import functools, types, jax, numpy as np
     >>> from effml import decode, nn
@@ -18,7 +18,7 @@ out, and `decoding_arguments` hands all of it to generation:
     ...     forward=functools.partial(nn.transformer.forward, config=config),
     ... )
     >>> prompt = np.array([[1, 2, 3]])
-    >>> arguments = ffd.decoding_arguments(delta=5, block=16)
+    >>> arguments = ffd.decoding_options(delta=5, block=16)
     >>> decode.generate(model, prompt, max_new_tokens=4, **arguments).tokens.shape
     (1, 4)
 
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from effml.attend.ffd._attention import ffd_attention, kept_mass
 from effml.attend.ffd._cache import QuantizedKV, append, init_cache, prefill, room_in_block, stored_rows
-from effml.attend.ffd._decoding import FFDAttention, FFDCaches, FFDConfig, decoding_arguments
+from effml.attend.ffd._decoding import FFDAttention, FFDCaches, FFDConfig, decoding_options
 from effml.attend.ffd._module import FFDSelfAttention
 from pallas_kernels.ffd_decode import (
     FFDStats,
@@ -49,7 +49,7 @@ __all__ = [
     "FFDStats",
     "QuantizedKV",
     "append",
-    "decoding_arguments",
+    "decoding_options",
     "delta_from_ratio",
     "dequantize",
     "ffd_attention",

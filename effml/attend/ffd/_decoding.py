@@ -16,10 +16,10 @@ from effml._validate import count
 from effml.attend.ffd._attention import ffd_attention
 from effml.attend.ffd._cache import QuantizedKV, append, check_layout, init_cache
 from effml.nn.attention import AttentionInputs, dense_attention
-from effml.nn.transformer import TransformerConfig
+from effml.nn.transformer import TransformerConfig, dense_linear
 from pallas_kernels.ffd_decode import FFDStats
 
-__all__ = ["FFDAttention", "FFDCaches", "FFDConfig", "decoding_arguments"]
+__all__ = ["FFDAttention", "FFDCaches", "FFDConfig", "decoding_options"]
 
 THRESHOLDS = ("pseudo_fp", "pseudo", "exact", "certified")
 
@@ -114,8 +114,8 @@ class FFDAttention:
     """The attention function of a model whose caches are `QuantizedKV`.
 
     One new row, or up to `most_queries` of them, each read their own blocks. A longer prompt is read densely, as is
-    everything while a cache is empty. Without a cache it is dense attention. It reports `FFDStats` or, where the
-    blocks are not chosen, None.
+    everything while a cache is empty. Without a cache it is dense attention. Outputs are gated where the layer's
+    parameters hold a `"gate"`, as those of `effml.attend.ssa` do. It reports `FFDStats` for one new row, else None.
 
     Args:
         config: how to decode.
@@ -124,7 +124,7 @@ class FFDAttention:
         >>> from effml.nn.transformer import forward, init_params
         >>> model = TransformerConfig(vocab_size=256, width=64, num_layers=2, num_heads=4, mlp_width=128)
         >>> params = init_params(jax.random.key(0), model)
-        >>> arguments = decoding_arguments(block=16)
+        >>> arguments = decoding_options(block=16)
         >>> caches = arguments["cache_init"](model, 1, 64)
         >>> out = forward(params, jnp.array([[7]]), model, cache=caches, attention=arguments["attention"])
         >>> out.logits.shape, out.info[0].kept.shape
@@ -135,6 +135,13 @@ class FFDAttention:
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Array, FFDStats | None]:
         """Attention output, and what was read."""
+        output, stats = self._attend(inputs)
+        if "gate" in inputs.params:  # one factor for each head, as models trained with SSA have
+            gate = jax.nn.sigmoid(dense_linear(inputs.hidden, inputs.params["gate"], "attention.gate"))
+            output = output * gate[..., None].astype(output.dtype)
+        return output, stats
+
+    def _attend(self, inputs: AttentionInputs) -> tuple[Array, FFDStats | None]:
         cache = inputs.cache
         if cache is None:
             return dense_attention(inputs)
@@ -170,7 +177,7 @@ class FFDAttention:
         )
 
 
-def decoding_arguments(config: FFDConfig | None = None, **changes: Any) -> dict[str, Callable[..., Any]]:
+def decoding_options(config: FFDConfig | None = None, **changes: Any) -> dict[str, Callable[..., Any]]:
     """What `effml.decode.generate`, `stream` and `stream_text` need to decode with FFD.
 
     Args:
@@ -185,9 +192,9 @@ def decoding_arguments(config: FFDConfig | None = None, **changes: Any) -> dict[
         TypeError: for a field that does not exist.
 
     Example:
-        >>> sorted(decoding_arguments(delta=7))
+        >>> sorted(decoding_options(delta=7))
         ['append', 'attention', 'cache_init']
-        >>> decoding_arguments(delta=7) == decoding_arguments(delta=7)
+        >>> decoding_options(delta=7) == decoding_options(delta=7)
         True
     """
     stacked = changes.pop("stacked", False)

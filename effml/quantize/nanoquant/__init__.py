@@ -14,6 +14,7 @@ from effml.quantize.nanoquant._factorise import (
     svid,
     weighted_error,
 )
+from effml.quantize.nanoquant._memory import model_bytes
 from effml.quantize.nanoquant._rank import bits_per_weight, nanoquant_rank
 from effml.quantize.nanoquant._statistics import collect_diag_stats, shrink
 
@@ -25,6 +26,7 @@ __all__ = [
     "dbf_admm",
     "dual_svid",
     "lb_admm",
+    "model_bytes",
     "nanoquant_rank",
     "onebit_svid",
     "reconstruct",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from effml.quantize.nanoquant._svid import matmul, rank_one, signs
@@ -20,9 +21,9 @@ __all__ = ["SCHEDULES", "Solved", "dbf_solve", "lb_solve", "truncated_svd"]
 SCHEDULES: dict[str, Any] = {
     "linear": lambda t: t,
     "cubic": lambda t: t**3,
-    "logistic": lambda t: 1 / (1 + jnp.exp(-5 * (t - 0.5))),
-    "exp_decay": lambda t: (1 - jnp.exp(-5 * t)) / (1 - jnp.exp(-5.0)),
-    "exp_growth": lambda t: (jnp.exp(5 * t) - 1) / (jnp.exp(5.0) - 1),
+    "logistic": lambda t: 1 / (1 + np.exp(-5 * (t - 0.5))),
+    "exp_decay": lambda t: (1 - np.exp(-5 * t)) / (1 - np.exp(-5)),
+    "exp_growth": lambda t: (np.exp(5 * t) - 1) / (np.exp(5) - 1),
 }
 """The penalty rho of an iteration, from the share t in [0, 1) of those before it."""
 
@@ -90,12 +91,18 @@ def dbf_solve(key: Array, target: Array, rank: int, iters: int, ridge: Array, po
     energy = jnp.square(target).sum()
     penalties = jnp.minimum(1.0, jnp.arange(iters) / (iters - 3)) ** 3 if iters > 3 else jnp.ones(iters)
 
-    def inner(z: Array, dual: Array, gram: Array, right: Array, rho: Array, project: Any) -> Any:
+    def inner(z: Array, dual: Array, gram: Array, right: Array, rho: Array) -> Any:
         gram = gram + ridge * jnp.diagonal(gram).mean() * jnp.eye(rank, dtype=gram.dtype)
-        for penalty in (rho, jnp.ones_like(rho), jnp.ones_like(rho)):
+
+        def once(carry: Any, penalty: Array) -> tuple[Any, None]:
+            z, dual = carry[:2]
             solution = _solve(gram, penalty, right + penalty * (z - dual))
-            projected = project(solution + dual, power_iters)
-            z, dual = projected.full(), projected.value - projected.full()
+            projected = _project_short(solution + dual, power_iters)
+            return (projected.full(), projected.value - projected.full(), solution, projected), None
+
+        carry = (z, dual, z, _project_short(z, power_iters))
+        penalties = jnp.stack([rho, *jnp.ones((2,), rho.dtype)])
+        z, dual, solution, projected = jax.lax.scan(once, carry, penalties)[0]
         return projected, z, dual, solution
 
     def normalised(z: Array) -> Array:
@@ -106,19 +113,17 @@ def dbf_solve(key: Array, target: Array, rank: int, iters: int, ridge: Array, po
         (long_z, long_dual), (short_z, short_dual), _ = carry
         unit = normalised(short_z)
         long, long_z, long_dual, long_solution = inner(
-            long_z, long_dual, matmul(unit.T, unit), matmul(target, unit), rho, _project_long
+            long_z, long_dual, matmul(unit.T, unit), matmul(target, unit), rho
         )
         unit, gram = long.unit(), _gram(long)
         right = matmul(target.T, unit)
-        short, short_z, short_dual, short_solution = inner(
-            short_z, short_dual, gram, right, rho, _project_short
-        )
+        short, short_z, short_dual, short_solution = inner(short_z, short_dual, gram, right, rho)
         error = _error(energy, right, gram, short, _gram(short))
         new = (long_z, long_dual), (short_z, short_dual), (long, short, long_solution, short_solution)
         return new, error
 
     zeros = [jnp.zeros_like(start) for start in starts]
-    first = _project_long(starts[0], power_iters), _project_short(starts[1], power_iters)
+    first = [_project_short(start, power_iters) for start in starts]
     carry = (starts[0], zeros[0]), (starts[1], zeros[1]), (*first, *starts)
     carry, errors = jax.lax.scan(step, carry, penalties.astype(target.dtype))
     (_, long_dual), (_, short_dual), (long, short, long_solution, short_solution) = carry
@@ -147,14 +152,13 @@ def _random_starts(key: Array, target: Array, rank: int) -> tuple[Array, Array]:
 
 
 def _project_long(value: Array, power_iters: int) -> Projected:
-    rows, columns = rank_one(value, power_iters)
-    size = jnp.linalg.norm(rows)
-    return Projected(value, rows / jnp.where(size > 0, size, 1), columns * size)
+    rows, sigma, columns = rank_one(value, power_iters)
+    return Projected(value, rows, sigma * columns)
 
 
 def _project_short(value: Array, power_iters: int) -> Projected:
-    columns, rows = rank_one(value.T, power_iters)
-    return Projected(value, rows, columns)
+    rows, sigma, columns = rank_one(value, power_iters, from_rows=True)
+    return Projected(value, rows, sigma * columns)
 
 
 def _gram(factor: Projected) -> Array:
@@ -171,14 +175,21 @@ def _ridge_step(own: Projected, gram: Array, right: Array, rho: Array, ridge: Ar
 
 
 def _solve(gram: Array, shift: Array, right: Array) -> Array:
-    """right (gram + shift I)^-1 by Cholesky, or by elimination where that fails."""
-    system = gram + shift * jnp.eye(len(gram), dtype=gram.dtype)
+    """right (gram + shift I)^-1: the inverse by Cholesky, or by elimination where that fails, then one product.
+
+    The shift keeps the system well conditioned, and products run several times as fast as triangular solves with many
+    right-hand sides.
+    """
+    identity = jnp.eye(len(gram), dtype=gram.dtype)
+    system = gram + shift * identity
     factor = jnp.linalg.cholesky(system, symmetrize_input=False)
-    return jax.lax.cond(
-        jnp.isfinite(factor).all(),
-        lambda: jax.scipy.linalg.cho_solve((factor, True), right.T).T,
-        lambda: jnp.linalg.solve(system, right.T).T,
-    )
+
+    def by_cholesky() -> Array:
+        lower = jax.scipy.linalg.solve_triangular(factor, identity, lower=True)
+        return matmul(lower.T, lower)
+
+    inverse = jax.lax.cond(jnp.isfinite(factor).all(), by_cholesky, lambda: jnp.linalg.inv(system))
+    return matmul(right, inverse)
 
 
 def _error(energy: Array, on_long: Array, long_gram: Array, short: Projected, short_gram: Array) -> Array:

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from effml._validate import count, one_of
@@ -149,16 +151,16 @@ def lb_admm(
     kernel, in_sq, out_sq, rank = _checked(kernel, in_sq, out_sq, rank)
     one_of("schedule", schedule, SCHEDULES)
     _not_negative("ridge", ridge)
+    penalties = _admm.SCHEDULES[schedule](np.arange(count("iters", iters)) / iters)
     return _lb_admm(
         key,
         kernel,
         in_sq,
         out_sq,
         jnp.asarray(ridge, kernel.dtype),
+        jnp.asarray(penalties, kernel.dtype),
         rank=rank,
-        iters=count("iters", iters),
         power_iters=count("power_iters", power_iters),
-        schedule=schedule,
     )
 
 
@@ -217,7 +219,9 @@ def dbf_admm(
     )
 
 
-def dual_svid(key: Any, kernel: Any, in_sq: Any, out_sq: Any, rank: int, *, power_iters: int = 5) -> BinaryFactors:
+def dual_svid(
+    key: Any, kernel: Any, in_sq: Any, out_sq: Any, rank: int, *, power_iters: int = 5
+) -> BinaryFactors:
     """The best real factors of the weighted kernel, each replaced by signs times a rank-one magnitude.
 
         D_in K D_out ~ (V_r S_r^1/2) (S_r^1/2 U_r^T)
@@ -254,13 +258,17 @@ def _checked(kernel: Any, in_sq: Any, out_sq: Any, rank: int) -> tuple[Array, Ar
     kernel = checked_kernel(kernel)
     rank = count("rank", rank)
     if rank > min(kernel.shape):
-        raise ValueError(f"rank={rank} must be at most {min(kernel.shape)}, the smaller side of {kernel.shape}")
+        raise ValueError(
+            f"rank={rank} must be at most {min(kernel.shape)}, the smaller side of {kernel.shape}"
+        )
     moments = []
     for name, given, size in (("in_sq", in_sq, kernel.shape[0]), ("out_sq", out_sq, kernel.shape[1])):
         value = jnp.asarray(given, kernel.dtype)
         if value.shape != (size,):
-            raise ValueError(f"{name} of shape {value.shape} must be [{size}] for a kernel of shape {kernel.shape}")
-        if not isinstance(value, jax.core.Tracer):
+            raise ValueError(
+                f"{name} of shape {value.shape} must be [{size}] for a kernel of shape {kernel.shape}"
+            )
+        if not isinstance(value, Tracer):
             if not bool((jnp.isfinite(value) & (value >= 0)).all()):
                 raise ValueError(f"{name} must be finite second moments, none below 0")
             if zeros := int((value == 0).sum()):
@@ -277,21 +285,18 @@ def _not_negative(name: str, value: float | int) -> None:
         raise ValueError(f"{name}={value!r} must be finite and not below 0")
 
 
-@functools.partial(jax.jit, static_argnames=("rank", "iters", "power_iters", "schedule"))
+@functools.partial(jax.jit, static_argnames=("rank", "power_iters"))
 def _lb_admm(
     key: Any,
     kernel: Array,
     in_sq: Array,
     out_sq: Array,
     ridge: Array,
+    penalties: Array,
     *,
     rank: int,
-    iters: int,
     power_iters: int,
-    schedule: str,
 ) -> BinaryFactors:
-    penalties = _admm.SCHEDULES[schedule](jnp.arange(iters, dtype=kernel.dtype) / iters)
-    penalties = penalties.astype(kernel.dtype)
     solve = lambda target: _admm.lb_solve(key, target, rank, penalties, ridge, power_iters)
     return _weighted(solve, kernel, in_sq, out_sq)
 

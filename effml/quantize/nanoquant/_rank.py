@@ -11,9 +11,7 @@ __all__ = ["bits_per_weight", "nanoquant_rank"]
 _TOLERANCE = 1.02  # of the rate that was asked for
 
 
-def bits_per_weight(
-    d_in: int, d_out: int, rank: int, *, num_scales: int = 2, scale_bits: int = 16
-) -> float:
+def bits_per_weight(d_in: int, d_out: int, rank: int, *, num_scales: int = 2, scale_bits: int = 16) -> float:
     r"""Bits that signs and scales take, for each weight they stand for.
 
     $$\frac{r\,(d_\mathrm{in} + d_\mathrm{out}) + b_s\,(d_\mathrm{in} + d_\mathrm{out} + [3\ \text{scales}]\,r)}

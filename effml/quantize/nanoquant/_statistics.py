@@ -2,8 +2,8 @@ r"""Second moments of what every kernel reads, and of the gradients of what it g
 
 With x what a kernel reads and g = d loss / d y of what it gives, over all tokens t of a batch,
 
-$$\text{in\_sq}_j = \mathbb{E}_t\,[c_t^2\, x_{tj}^2], \qquad \text{out\_sq}_i = 10^6\, \mathbb{E}_t\,[c_t^2\, g_{ti}^2], \qquad
-  c_t = \min(1, \tau / \lVert x_t \rVert)$$
+$$\text{in\_sq}_j = \mathbb{E}_t\,[c_t^2\, x_{tj}^2], \qquad
+  \text{out\_sq}_i = 10^6\, \mathbb{E}_t\,[c_t^2\, g_{ti}^2], \qquad c_t = \min(1, \tau / \lVert x_t \rVert)$$
 
 where tau is the largest 99.9th percentile of token norms met so far: a few tokens of a huge norm must not decide. A
 batch that raises tau raises what was summed before it by the square of the ratio.
@@ -161,7 +161,10 @@ def _kernels(tree: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[str, tuple
 def _empty(shape: tuple[int, ...]) -> Any:
     """Sums of squares of inputs and of gradients, and the clipping norm of each."""
     *layers, inputs, outputs = shape
-    return (jnp.zeros((*layers, inputs)), jnp.zeros((*layers, outputs))), (jnp.zeros(layers), jnp.zeros(layers))
+    return (jnp.zeros((*layers, inputs)), jnp.zeros((*layers, outputs))), (
+        jnp.zeros(layers),
+        jnp.zeros(layers),
+    )
 
 
 def _with_probes(tree: Any, probes: Mapping[str, Any], path: tuple[str, ...] = ()) -> Any:

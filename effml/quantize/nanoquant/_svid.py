@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from effml._validate import count
@@ -26,22 +27,28 @@ def signs(x: Array) -> Array:
     return jnp.where(x >= 0, 1, -1).astype(x.dtype)
 
 
-def rank_one(matrix: Array, power_iters: int) -> tuple[Array, Array]:
-    """Vectors a [m] and b [n] with |matrix| ~ a b^T, b of norm 1: its first singular triple by power iteration.
+def rank_one(matrix: Array, power_iters: int, *, from_rows: bool = False) -> tuple[Array, Array, Array]:
+    """Norm-1 vectors u [m], v [n] and sigma with |matrix| ~ sigma u v^T: the first singular triple, by power iteration.
 
-    The start is constant: |matrix| has no negative entry, so that its first singular vector has none either and is
-    never orthogonal to it.
+    The start is constant: |matrix| has no negative entry, so that its first singular vectors have none either and are
+    never orthogonal to it. The vector that the iteration starts from is v, or u with `from_rows`.
 
     Example:
-        >>> a, b = rank_one(jnp.array([[1.0, -2.0], [-2.0, 4.0]]), 5)
-        >>> jnp.outer(a, b).round(4).tolist()
+        >>> u, sigma, v = rank_one(jnp.array([[1.0, -2.0], [-2.0, 4.0]]), 5)
+        >>> (sigma * jnp.outer(u, v)).round(4).tolist()
         [[1.0, 2.0], [2.0, 4.0]]
     """
     magnitude = jnp.abs(matrix)
-    v = jnp.full(matrix.shape[1], matrix.shape[1] ** -0.5, matrix.dtype)
+    on_columns, on_rows = lambda v: matmul(magnitude, v), lambda u: matmul(u, magnitude)
+    if from_rows:
+        on_columns, on_rows = on_rows, on_columns
+    size = matrix.shape[0 if from_rows else 1]
+    kept = jnp.full(size, size**-0.5, matrix.dtype)
     for _ in range(power_iters):
-        v = _unit(matmul(_unit(matmul(magnitude, v)), magnitude))
-    return matmul(magnitude, v), v
+        kept = _unit(on_rows(_unit(on_columns(kept))))
+    other = on_columns(kept)
+    sigma = jnp.linalg.norm(other)
+    return (kept, sigma, _unit(other)) if from_rows else (_unit(other), sigma, kept)
 
 
 def _unit(v: Array) -> Array:
@@ -78,8 +85,8 @@ def svid(
         raise ValueError(f"matrix of shape {matrix.shape} must be [m, n], neither of them 0")
     if not jnp.issubdtype(matrix.dtype, jnp.floating):
         matrix = matrix.astype(jnp.float32)
-    a, b = rank_one(matrix, count("power_iters", power_iters))
-    return signs(matrix) * a[:, None] * b, a, b
+    u, sigma, v = rank_one(matrix, count("power_iters", power_iters))
+    return signs(matrix) * (sigma * u)[:, None] * v, sigma * u, v
 
 
 def checked_kernel(kernel: Any) -> Array:
@@ -101,7 +108,7 @@ def checked_kernel(kernel: Any) -> Array:
     if not jnp.issubdtype(kernel.dtype, jnp.floating):
         raise TypeError(f"kernel must be floating, it is {kernel.dtype}")
     kernel = kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32))
-    if not isinstance(kernel, jax.core.Tracer) and not bool(jnp.isfinite(kernel).all()):
+    if not isinstance(kernel, Tracer) and not bool(jnp.isfinite(kernel).all()):
         raise ValueError("kernel holds values that are not finite")
     return kernel
 
