@@ -43,12 +43,13 @@ class LoadedModel:
 
     Attributes:
         name: what it was loaded as, without the path.
-        kind: "dense", "packed", or another kind that `register_kind` was told of.
+        kind: "dense", "packed", "binary", "ssa", or another kind that `register_kind` was told of.
         config: its configuration.
         params: its parameters, a pytree; pass it into `jax.jit`, never close over it.
         tokenizer: an `effml.data.Tokenizer`, or None if none came with it.
         chat_template: jinja text, or None.
-        forward: `forward(params, tokens, **kwargs)`, `effml.nn.transformer.forward` with `config` filled in.
+        forward: `forward(params, tokens, **kwargs)`, `effml.nn.transformer.forward` with `config` filled in; of the
+            kind "ssa" `effml.attend.ssa.forward`, which takes `mode` and `num_blocks` as well.
         bytes_on_disk: size of the weight files.
         source: the file or folder it came from.
         extra: what `save` was given as `extra`.
@@ -72,17 +73,17 @@ class LoadedModel:
     def for_decoding(self) -> LoadedModel:
         """The same model in the form that writes tokens fastest.
 
-        A dense model's projections are joined (`effml.nn.transformer.join_projections`) and its layers unrolled, which
-        copies its kernels: let go of the one you had. Its `forward` reads them with native code where that can be built
-        (`effml.nn.transformer.decoding_linear`; `effml doctor` tells). Other kinds come back unchanged. Saving and
-        quantising want the separate kernels.
+        The projections of a dense or SSA model are joined (`effml.nn.transformer.join_projections`) and its layers
+        unrolled, which copies its kernels: let go of the one you had. Its `forward` reads them with native code where
+        that can be built (`effml.nn.transformer.decoding_linear`; `effml doctor` tells). Other kinds come back
+        unchanged. Saving and quantising want the separate kernels.
 
         Example:
             >>> model = LoadedModel("tiny", "packed", None, {}, None, None, lambda params, tokens: tokens, 0, "")
             >>> model.for_decoding() is model
             True
         """
-        if self.kind != "dense":
+        if self.kind not in ("dense", "ssa"):
             return self
         from effml.nn.transformer import decoding_linear, join_projections, unstack_layers
 
@@ -204,8 +205,8 @@ def _load_own(folder: Path, name: str, dtype: str | None) -> LoadedModel:
         raise ValueError(f"{path}: extra must be an object")
     kind = one_of(f"kind in {path}", str(meta.get("kind")), KINDS)
     model = KINDS[kind](folder, meta)
-    if dtype is not None and kind == "packed":
-        model = _with_packed_dtype(model, dtype)
+    if dtype is not None and kind in ("packed", "binary"):
+        model = _with_kept_dtype(model, dtype)
     if dtype is not None and isinstance(model.config, TransformerConfig):
         dtypes: dict[str, Any] = {"param_dtype": dtype, "compute_dtype": dtype}
         config = dataclasses.replace(model.config, **dtypes)
@@ -215,6 +216,8 @@ def _load_own(folder: Path, name: str, dtype: str | None) -> LoadedModel:
         )
         forward_ = functools.partial(forward, config=config) if kind == "dense" else model.forward
         model = dataclasses.replace(model, config=config, params=params, forward=forward_)
+    if dtype is not None and kind == "ssa":
+        model = _with_ssa_dtype(model, dtype)
     return dataclasses.replace(model, name=name)
 
 
@@ -258,8 +261,24 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def _read_dense(folder: Path, meta: Mapping[str, Any]) -> LoadedModel:
+    return _read_floating(folder, meta, "dense", TransformerConfig.from_dict, forward)
+
+
+def _read_ssa(folder: Path, meta: Mapping[str, Any]) -> LoadedModel:
+    from effml.attend import ssa
+
+    return _read_floating(folder, meta, "ssa", ssa.SSATransformerConfig.from_dict, ssa.forward)
+
+
+def _read_floating(
+    folder: Path,
+    meta: Mapping[str, Any],
+    kind: str,
+    read_config: Callable[[Mapping[str, Any]], Any],
+    run: Callable[..., Any],
+) -> LoadedModel:
     try:
-        config = TransformerConfig.from_dict(meta["config"])
+        config = read_config(meta["config"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / _META}: {error}") from None
     template = meta.get("chat_template")
@@ -269,23 +288,53 @@ def _read_dense(folder: Path, meta: Mapping[str, Any]) -> LoadedModel:
     _check_params(str(folder / _WEIGHTS), params, config)
     return LoadedModel(
         name=folder.name,
-        kind="dense",
+        kind=kind,
         config=config,
         params=params,
         tokenizer=read_tokenizer(folder),
         chat_template=template,
-        forward=functools.partial(forward, config=config),
+        forward=functools.partial(run, config=config),
         bytes_on_disk=byte_count,
         source=str(folder),
         extra=dict(meta.get("extra") or {}),
     )
 
 
+def _with_ssa_dtype(model: LoadedModel, dtype: str) -> LoadedModel:
+    inner = dataclasses.replace(model.config.model, param_dtype=dtype, compute_dtype=dtype)
+    config = dataclasses.replace(model.config, model=inner)
+    return dataclasses.replace(
+        model,
+        config=config,
+        params=jax.tree.map(functools.partial(jnp.asarray, dtype=dtype), model.params),
+        forward=functools.partial(model.forward.func, config=config),  # type: ignore[attr-defined]
+    )
+
+
 def _read_packed(folder: Path, meta: Mapping[str, Any]) -> LoadedModel:
     from effml import quantize
 
+    read = quantize.PackedConfig.from_dict, quantize.packed_params
+    return _read_quantized(folder, meta, "packed", *read, quantize.forward)
+
+
+def _read_binary(folder: Path, meta: Mapping[str, Any]) -> LoadedModel:
+    from effml.quantize import nanoquant
+
+    read = nanoquant.BinaryConfig.from_dict, nanoquant.binary_params
+    return _read_quantized(folder, meta, "binary", *read, nanoquant.forward)
+
+
+def _read_quantized(
+    folder: Path,
+    meta: Mapping[str, Any],
+    kind: str,
+    read_config: Callable[[Mapping[str, Any]], Any],
+    read_params: Callable[[Mapping[str, Any], Any, str], Any],
+    run: Callable[..., Any],
+) -> LoadedModel:
     try:
-        config = quantize.PackedConfig.from_dict(meta["config"])
+        config = read_config(meta["config"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / _META}: {error}") from None
     template = meta.get("chat_template")
@@ -294,37 +343,36 @@ def _read_packed(folder: Path, meta: Mapping[str, Any]) -> LoadedModel:
     stored, byte_count = read_tensors(folder)
     return LoadedModel(
         name=folder.name,
-        kind="packed",
+        kind=kind,
         config=config,
-        params=quantize.packed_params(stored, config, str(folder / _WEIGHTS)),
+        params=read_params(stored, config, str(folder / _WEIGHTS)),
         tokenizer=read_tokenizer(folder),
         chat_template=template,
-        forward=functools.partial(quantize.forward, config=config),
+        forward=functools.partial(run, config=config),
         bytes_on_disk=byte_count,
         source=str(folder),
         extra=dict(meta.get("extra") or {}),
     )
 
 
-def _with_packed_dtype(model: LoadedModel, dtype: str) -> LoadedModel:
-    """The packed model computing in `dtype`; codes and scales stay as they are."""
-    from effml import quantize
-
+def _with_kept_dtype(model: LoadedModel, dtype: str) -> LoadedModel:
+    """The quantised model computing in `dtype`; codes, signs and scales stay as they are."""
     inner = dataclasses.replace(model.config.model, param_dtype=dtype, compute_dtype=dtype)
     config = dataclasses.replace(model.config, model=inner, keep_dtype=dtype)
+    large = (".table", ".kernel")
 
     def cast(path: Any, leaf: Any) -> Any:
-        return jnp.asarray(leaf, dtype) if path_name(path).endswith((".table", "head.kernel")) else leaf
+        return jnp.asarray(leaf, dtype) if path_name(path).endswith(large) else leaf
 
     return dataclasses.replace(
         model,
         config=config,
         params=jax.tree_util.tree_map_with_path(cast, model.params),
-        forward=functools.partial(quantize.forward, config=config),
+        forward=functools.partial(model.forward.func, config=config),  # type: ignore[attr-defined]
     )
 
 
-def _check_params(source: str, params: Any, config: TransformerConfig) -> None:
+def _check_params(source: str, params: Any, config: Any) -> None:
     layers = params.get("layers") if isinstance(params, Mapping) else None
     if not isinstance(layers, Mapping | list | tuple):
         raise ValueError(f"{source}: the parameters hold no 'layers'")
@@ -333,9 +381,16 @@ def _check_params(source: str, params: Any, config: TransformerConfig) -> None:
         raise ValueError(
             f"{source}: the configuration says {config.num_layers} layers, the weights hold {len(layers)}"
         )
+    if isinstance(config, TransformerConfig):
+        shapes = _names.parameter_shapes(config, scanned=scanned)
+    else:
+        from effml.attend import ssa
+
+        made = jax.eval_shape(lambda key: ssa.init_params(key, config, scanned=scanned), jax.random.key(0))
+        shapes = {name: leaf.shape for name, leaf in _leaves(made).items()}
     _names.check_tensors(
         source,
-        _names.parameter_shapes(config, scanned=scanned),
+        shapes,
         {name: np.shape(leaf) for name, leaf in _leaves(params).items()},
     )
     for name, leaf in _leaves(params).items():
@@ -352,6 +407,8 @@ def _leaves(params: Any) -> dict[str, Any]:
 KINDS: dict[str, Callable[[Path, Mapping[str, Any]], LoadedModel]] = {
     "dense": _read_dense,
     "packed": _read_packed,
+    "ssa": _read_ssa,
+    "binary": _read_binary,
 }
 """Who reads which kind of model folder: `reader(folder, content of effml.json) -> LoadedModel`."""
 
@@ -393,7 +450,8 @@ def save(
         folder: a new or empty folder, or one that `save` wrote before, which is replaced.
         params: pytree of arrays; for the kind "dense" the parameters of `config`, layers stacked or not.
         config: has `to_dict()`; a `TransformerConfig` for the kind "dense", an `effml.quantize.PackedConfig` for
-            "packed".
+            "packed", an `effml.quantize.nanoquant.BinaryConfig` for "binary", an
+            `effml.attend.ssa.SSATransformerConfig` for "ssa".
         tokenizer: has `save(folder)`; or None.
         chat_template: jinja text; None takes the tokenizer's own, if it has one.
         kind: who shall read it.
@@ -412,13 +470,18 @@ def save(
         True
     """
     one_of("kind", kind, KINDS)
-    if kind == "dense":
+    if kind in ("dense", "ssa"):
         _check_params("params", params, config)
     if kind == "packed":
         from effml.quantize import check_packed_params
 
         check_packed_params("params", params, config)
-    leaves = _leaves(params)
+    if kind == "binary":
+        from effml.quantize.nanoquant import stored_tensors
+
+        leaves = stored_tensors(params, config)
+    else:
+        leaves = _leaves(params)
     meta = {
         "format": _FORMAT,
         "kind": kind,
