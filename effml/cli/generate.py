@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from effml.decode import SamplingConfig
+    from effml.decode.esp import ESPConfig, ESPStats
     from effml.models import LoadedModel
 
 
@@ -32,24 +35,37 @@ class Command:
     max_new_tokens: int = 128
     """Tokens to write at most."""
     decoder: str = "greedy"
-    """greedy (the most likely token each time) or sample."""
+    """greedy (the most likely token each time), sample, or esp: several tokens per pass of the model, the same ones
+    that greedy (or, with a temperature, sample) would write."""
     cache: str = "dense"
     """dense: keys and values as they are."""
     temperature: float | None = None
-    """With --decoder sample: below 1 keeps closer to the likeliest tokens, above 1 is more varied; None is 1."""
+    """With --decoder sample: below 1 keeps closer to the likeliest tokens, above 1 is more varied; None is 1.
+    With --decoder esp: None is greedy."""
     top_k: int | None = None
-    """With --decoder sample: choose among the k most likely tokens only."""
+    """With --decoder sample, or esp and a temperature: choose among the k most likely tokens only."""
     top_p: float | None = None
-    """With --decoder sample: choose among the likeliest tokens that hold this probability together."""
+    """Likewise: choose among the likeliest tokens that hold this probability together."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; they are not printed."""
     seed: int = 0
+    masks: int | None = None
+    """With --decoder esp: soft masks behind every token, each proposing one token further ahead; None is 1."""
+    widths: tuple[int, ...] | None = None
+    """With --decoder esp: candidates for each token ahead, such as `--widths 14` or `--widths 15 4`."""
+    block_complexity: int | None = None
+    """With --decoder esp, instead of --widths: rows that a pass reads; candidates are spread anew at every pass."""
+    mask_init: str | None = None
+    """With --decoder esp: what masks begin as: mean (of the prompt), vocab_mean, zero, last_k, sample or mu_sigma."""
+    strict: bool = False
+    """With --decoder esp: decide near-ties as plain decoding does, for models in bfloat16."""
 
     def run(self) -> int:
         """Writes to the terminal as tokens come; speed goes to standard error."""
         from effml import models
 
         sampling = self._sampling()
+        self._esp()
         lines = self._lines()
         model = models.load(self.model).for_decoding()
         if model.tokenizer is None:
@@ -66,7 +82,7 @@ class Command:
         from effml import decode
         from effml._validate import one_of, positive, seed_in_range
 
-        one_of("decoder", self.decoder, ("greedy", "sample"))
+        one_of("decoder", self.decoder, ("esp", "greedy", "sample"))
         one_of("cache", self.cache, ("dense",))
         positive("max_new_tokens", self.max_new_tokens)
         seed_in_range(self.seed)
@@ -76,12 +92,39 @@ class Command:
             raise ValueError("give either --prompt TEXT, --prompts FILE or --chat")
         if self.prompts is not None and self.chat:
             raise ValueError("--prompts and --chat exclude each other")
-        if self.decoder == "sample":
+        drawing = self.decoder == "esp" and self.temperature is not None
+        if self.decoder == "sample" or drawing:
             temperature = 1.0 if self.temperature is None else self.temperature
             return decode.SamplingConfig(temperature=temperature, top_k=self.top_k, top_p=self.top_p)
         if (self.temperature, self.top_k, self.top_p) != (None, None, None):
-            raise ValueError("--temperature, --top-k and --top-p need --decoder sample")
+            needed = "a --temperature" if self.decoder == "esp" else "--decoder sample"
+            raise ValueError(f"--temperature, --top-k and --top-p need {needed}")
         return decode.SamplingConfig()
+
+    def _esp(self) -> ESPConfig | None:
+        """The options of --decoder esp, or None for another."""
+        given = {
+            name: value
+            for name in ("masks", "widths", "block_complexity", "mask_init")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.decoder != "esp":
+            if given or self.strict:
+                name = next(iter(given), "strict").replace("_", "-")
+                raise ValueError(f"--{name} needs --decoder esp")
+            return None
+        from effml.decode.esp import ESPConfig
+
+        if "widths" in given and "block_complexity" in given:
+            raise ValueError("--widths and --block-complexity exclude each other")
+        if "masks" in given:
+            given["num_masks"] = given.pop("masks")
+        elif "widths" in given:
+            given["num_masks"] = max(len(given["widths"]), 1)
+        # Several masks without widths: their candidates are spread by what the masks say.
+        if "widths" not in given and ("block_complexity" in given or given.get("num_masks", 1) > 1):
+            given["widths"] = None
+        return ESPConfig(**given, strict=self.strict)
 
     def _lines(self) -> list[str] | None:
         if self.prompts is None:
@@ -101,28 +144,38 @@ class Command:
         import jax
 
         from effml import decode
+        from effml.decode import esp
 
-        written = decode.stream_text(
-            model,
-            prompt,
-            max_new_tokens=self.max_new_tokens,
-            sampling=sampling,
-            key=jax.random.key(self.seed),
-            stop=self.stop,
+        config = self._esp()
+        options = {
+            "max_new_tokens": self.max_new_tokens,
+            "sampling": sampling,
+            "key": jax.random.key(self.seed),
+            "stop": self.stop,
             # A rendered chat spells the tokens it needs; in a plain prompt their names are text.
-            special_tokens=chat,
-            prefix=not chat,
-        )
+            "special_tokens": chat,
+            "prefix": not chat,
+        }
+        written: Iterator[tuple[str, int]]
+        if config is None:
+            written = decode.stream_text(model, prompt, **options)
+        else:
+            written = esp.stream_text(model, prompt, config=config, **options)
         if not chat:
             print(prompt, end="", flush=True)
         pieces, count, started = [], 0, time.perf_counter()
-        for piece, tokens in written:
-            print(piece, end="", flush=True)
-            pieces.append(piece)
-            count += tokens
-        print(flush=True)
-        seconds = time.perf_counter() - started
-        print(f"[{count} tokens, {count / seconds:.1f} tokens/s with compilation]", file=sys.stderr)
+        try:
+            for piece, tokens in written:
+                print(piece, end="", flush=True)
+                pieces.append(piece)
+                count += tokens
+        finally:  # a stop in mid-stream keeps the text, and says what it took
+            print(flush=True)
+            seconds = time.perf_counter() - started
+            saved = _saved(written.stats) if count and isinstance(written, esp.ESPStream) else ""
+            print(
+                f"[{count} tokens, {count / seconds:.1f} tokens/s with compilation{saved}]", file=sys.stderr
+            )
         return "".join(pieces)
 
     def _answer_all(self, model: LoadedModel, sampling: SamplingConfig, lines: list[str]) -> int:
@@ -130,18 +183,25 @@ class Command:
         import jax
 
         from effml import data, decode
+        from effml.decode import esp
 
         encoded = [data.encode_prompt(model.tokenizer, line, special_tokens=False) for line in lines]
         tokens, lengths = decode.pad_prompts(encoded)
-        written = decode.generate(
-            model,
-            tokens,
-            lengths=lengths,
-            max_new_tokens=self.max_new_tokens,
-            sampling=sampling,
-            key=jax.random.key(self.seed),
-            stop_ids=model.tokenizer.stop_ids,
+        config, options = (
+            self._esp(),
+            {
+                "lengths": lengths,
+                "max_new_tokens": self.max_new_tokens,
+                "sampling": sampling,
+                "key": jax.random.key(self.seed),
+                "stop_ids": model.tokenizer.stop_ids,
+            },
         )
+        if config is None:
+            written = decode.generate(model, tokens, **options)
+        else:
+            written = esp.generate(model, tokens, config=config, **options)
+            print(f"[{written.lengths.sum()} tokens{_saved(written.stats)}]", file=sys.stderr)
         for line, row, length in zip(lines, written.tokens, written.lengths):
             stops = decode.StopTexts(self.stop)
             text = stops.push(model.tokenizer.decode(row[:length]))
@@ -174,3 +234,13 @@ class Command:
             if self.prompt is not None and not sys.stdin.isatty():
                 return 0
             message = None
+
+
+def _saved(stats: ESPStats) -> str:
+    """What drafting saved, for the line of speed."""
+    text = f", {stats.tau:.2f} tokens a pass, {stats.calls_saved:.0%} of calls saved"
+    if stats.near_ties:
+        text += f", {stats.near_ties} near-ties"
+    if stats.divergences:
+        text += f" ({stats.divergences} decided otherwise by a pass over one row)"
+    return text

@@ -84,4 +84,5 @@ def plain_logits(model, rows):
     for row, ids in zip(padded, rows):
         row[: len(ids)] = ids
     last = jnp.array([[len(ids) - 1] for ids in rows])
-    return np.asarray(model.forward(model.params, padded, logits_for=last).logits[:, 0])
+    run = jax.jit(lambda params, tokens, last: model.forward(params, tokens, logits_for=last).logits)
+    return np.asarray(run(model.params, padded, last)[:, 0])

@@ -36,11 +36,13 @@ from effml.decode.esp._generate import (
 )
 from effml.decode.esp._masks import init_masks, update_masks, vocabulary_statistics
 from effml.decode.esp._peers import CountDrafter, Lookahead, NgramCache, PromptLookup, count_candidates
+from effml.decode.esp._probe import AlignmentProbe, alignment_probe, hit_rates, probe_logits, probe_masks
 from effml.decode.esp._step import Rules, State, esp_step, prefill, write
 from effml.decode.esp._tree import Tree, TreeSpec, dynamic_tree, fill_tree, ranked, tree_structure
 from effml.decode.esp._verify import Choice, Path, choose, choose_by_rejection, verify
 
 __all__ = [
+    "AlignmentProbe",
     "Choice",
     "CountDrafter",
     "Drafter",
@@ -61,6 +63,7 @@ __all__ = [
     "Text",
     "Tree",
     "TreeSpec",
+    "alignment_probe",
     "choose",
     "choose_by_rejection",
     "count_candidates",
@@ -68,8 +71,11 @@ __all__ = [
     "esp_step",
     "fill_tree",
     "generate",
+    "hit_rates",
     "init_masks",
     "prefill",
+    "probe_logits",
+    "probe_masks",
     "ranked",
     "stream",
     "stream_text",
