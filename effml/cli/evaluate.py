@@ -26,6 +26,12 @@ class Command:
     """Windows at a time."""
     max_tokens: int | None = 65_536
     """Tokens to score; none for all of them."""
+    attention_mode: str | None = None
+    """full or sparse (each token reads a few blocks of keys); left out: the model's own. For dense and ssa models."""
+    num_blocks: int | None = None
+    """With --attention-mode sparse: blocks that each token reads. Left out: the model's own, else 16."""
+    block_size: int | None = None
+    """With --attention-mode sparse: keys of a block. Left out: the model's own, else 16."""
     out: Path | None = None
     """Folder for result.json (default: runs/evaluate/MODEL)."""
 
@@ -35,11 +41,12 @@ class Command:
 
         from effml import data, models, report
         from effml.pipeline import evaluate_model
-        from effml.pipeline.evaluation import window_length
+        from effml.pipeline.evaluation import attention_options, window_length
 
         started = time.perf_counter()
         corpus = data.load_corpus(self.data)
         loaded = models.load(self.model)
+        options = attention_options(loaded, self.attention_mode, self.num_blocks, self.block_size)
         length = window_length(loaded) if self.length is None else self.length
         measured = evaluate_model(
             loaded,
@@ -48,12 +55,19 @@ class Command:
             length=length,
             batch_size=self.batch_size,
             max_tokens=self.max_tokens,
+            options=options,
         )
+        row = dataclasses.asdict(measured)
+        if options:
+            chosen = options["attention"].keywords["config"]
+            row["attention"] = self.attention_mode
+            if self.attention_mode == "sparse":
+                row["keys_read"] = chosen.num_blocks * chosen.block_size
         result = report.Result(
             method="evaluate",
             preset="cpu",
             seeds=(),
-            rows=[dataclasses.asdict(measured)],
+            rows=[row],
             seconds=time.perf_counter() - started,
             command=f"effml evaluate {self.model} --data {self.data}",
         )

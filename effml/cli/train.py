@@ -53,9 +53,11 @@ class Command:
         if trained.signal_number is not None:
             print(f"stopped; go on with: effml train --resume --out {self.out}")
             return 128 + trained.signal_number
+        found = trained.held_out.get("sparse_nats_per_token")
+        sparse = "" if found is None else f"{found:.4f} with its blocks alone, "
         print(
             f"held-out loss {trained.held_out['nats_per_token']:.4f} nats per token "
-            f"({trained.held_out['nats_per_byte']:.4f} per byte), {trained.tokens_per_second:,.0f} tokens/s, "
+            f"({trained.held_out['nats_per_byte']:.4f} per byte), {sparse}{trained.tokens_per_second:,.0f} tokens/s, "
             f"optimizer state {trained.optimizer_bytes:,} bytes for {trained.parameter_bytes:,} bytes of parameters"
         )
         print(f"model: {self.out / 'model'}   metrics: {self.out / 'metrics.jsonl'}")

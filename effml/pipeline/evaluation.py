@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effml._validate import positive
+from effml._validate import one_of, positive
 
 if TYPE_CHECKING:
     from effml.data import Corpus
     from effml.models import LoadedModel
 
-__all__ = ["Evaluation", "evaluate_model", "window_length"]
+__all__ = ["Evaluation", "attention_options", "evaluate_model", "window_length"]
 
 _WINDOW = 512
 
@@ -57,6 +57,51 @@ def window_length(loaded: Any) -> int:
     return int(loaded.extra.get("trained_length", _WINDOW))
 
 
+def attention_options(
+    loaded: LoadedModel, mode: str | None, num_blocks: int | None = None, block_size: int | None = None
+) -> dict[str, Any]:
+    """The arguments of a model's forward pass that make its attention full or block-sparse.
+
+    Sparse needs no training for it: a dense model is read through the blocks that `effml.attend.ssa` chooses as well,
+    and loses what it was not trained to do without.
+
+    Args:
+        loaded: from `effml.models.load`.
+        mode: "full", "sparse", or None, which leaves the model's own and takes no further argument.
+        num_blocks: blocks that each token reads; None is the model's own, or 16 where it has none.
+        block_size: keys of a block; None is the model's own, or 16 where it has none.
+
+    Returns:
+        `options` for `evaluate_model`.
+
+    Raises:
+        ValueError: for an unknown mode, a model of another kind than dense or ssa, sizes out of range, or sizes without
+            the sparse mode.
+    """
+    if mode != "sparse" and (num_blocks is not None or block_size is not None):
+        raise ValueError("--num-blocks and --block-size need --attention-mode sparse")
+    if mode is None:
+        return {}
+    from effml.attend import ssa
+
+    one_of("attention-mode", mode, ssa.MODES)
+    if loaded.kind not in ("dense", "ssa"):
+        raise ValueError(
+            f"model={loaded.name!r} is of kind {loaded.kind!r}; only dense and ssa models have attention modes"
+        )
+    own = loaded.config.attention if loaded.kind == "ssa" else ssa.SSAConfig(gated=False)
+    config = ssa.with_budget(own, num_blocks=num_blocks, block_size=block_size)
+    return {"attention": _attention(config, mode)}
+
+
+@functools.lru_cache(maxsize=32)
+def _attention(config: Any, mode: str) -> Callable[..., Any]:
+    # One object for equal arguments: programs are found again by its identity.
+    from effml.attend import ssa
+
+    return functools.partial(ssa.attention, config=config, mode=mode)
+
+
 def _window_loss(
     params: Any, batch: Mapping[str, Any], *, forward: Callable[..., Any], bound: Any, prefix: tuple[int, ...]
 ) -> tuple[Any, dict[str, Any]]:
@@ -81,6 +126,7 @@ def evaluate_model(
     length: int | None = None,
     batch_size: int = 8,
     max_tokens: int | None = 65_536,
+    options: Mapping[str, Any] | None = None,
 ) -> Evaluation:
     """Scores a loaded model of any kind on one side of a corpus.
 
@@ -95,6 +141,7 @@ def evaluate_model(
             model was trained with where `effml train` noted it, else 512.
         batch_size: windows at a time.
         max_tokens: how many tokens to score; None for all.
+        options: further arguments of its forward pass, hashable, such as those of `attention_options`.
 
     Returns:
         The measurements.
@@ -127,6 +174,7 @@ def evaluate_model(
     if isinstance(forward, functools.partial) and not forward.args:
         # Opened, so that models of one configuration share a compiled program.
         forward, bound = forward.func, tuple(sorted(forward.keywords.items()))
+    bound = tuple(sorted({**dict(bound), **(options or {})}.items()))
     prefix_ids = tuple(map(int, prefix))
     score = train.make_eval_step(
         functools.partial(_window_loss, forward=forward, bound=bound, prefix=prefix_ids)

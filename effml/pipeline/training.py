@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import optax
     from jax.sharding import Mesh
 
+    from effml.attend.ssa import SSATransformerConfig
     from effml.data import Corpus, Tokenizer
     from effml.nn.transformer import TransformerConfig
 
@@ -78,7 +79,13 @@ class TrainConfig:
     tied_head: bool = False
     """Use the token embedding as the output head too."""
     attention: str = "full"
-    """full: dense causal attention."""
+    """full: dense causal attention. ssa: trained for full and block-sparse attention at once (`effml.attend.ssa`)."""
+    block_size: int | None = None
+    """With ssa: keys of a block, from 8; None is 16."""
+    num_blocks: int | None = None
+    """With ssa: blocks that a token reads in the sparse stream; None is a quarter of those in `length`, at least 2."""
+    align_weight: float | None = None
+    """With ssa: weight of the streams' distance in the loss; None is 10."""
     compute_dtype: str = "float32"
     """float32 or bfloat16; parameters, norms and logits stay float32."""
     tokenizer: str = "byte"
@@ -101,7 +108,7 @@ class TrainConfig:
         from effml.optimize import OPTIMIZERS, TWO_POINT
 
         one_of("optimizer", self.optimizer, OPTIMIZERS)
-        one_of("attention", self.attention, ("full",))
+        one_of("attention", self.attention, ("full", "ssa"))
         one_of("tokenizer", self.tokenizer, ("byte", "bpe"))
         for name in ("steps", "batch_size", "length", "accumulate", "evaluation_tokens", "vocab_size"):
             positive(name, getattr(self, name))
@@ -125,6 +132,9 @@ class TrainConfig:
             raise ValueError(
                 f"batch_size={self.batch_size} does not split into accumulate={self.accumulate} parts"
             )
+        for name in ("block_size", "num_blocks", "align_weight"):
+            if self.attention == "full" and getattr(self, name) is not None:
+                raise ValueError(f"{name}={getattr(self, name)!r} needs attention='ssa'")
         self.model(256)
 
     @property
@@ -132,11 +142,11 @@ class TrainConfig:
         """The peak learning rate that is used."""
         return self.learning_rate if self.learning_rate is not None else LEARNING_RATES[self.optimizer]
 
-    def model(self, vocab_size: int) -> TransformerConfig:
+    def model(self, vocab_size: int) -> TransformerConfig | SSATransformerConfig:
         """The model's configuration for a vocabulary of `vocab_size` tokens."""
         from effml.nn.transformer import TransformerConfig
 
-        return TransformerConfig(
+        sizes = TransformerConfig(
             vocab_size=vocab_size,
             width=self.width,
             num_layers=self.num_layers,
@@ -147,6 +157,18 @@ class TrainConfig:
             tied_head=self.tied_head,
             compute_dtype=self.compute_dtype,  # pyright: ignore[reportArgumentType]
         )
+        if self.attention == "full":
+            return sizes
+        from effml.attend import ssa
+
+        block_size = 16 if self.block_size is None else self.block_size
+        quarter = max(2, -(-self.length // max(block_size, 1)) // 4)
+        attention = ssa.SSAConfig(
+            block_size=block_size,
+            num_blocks=quarter if self.num_blocks is None else self.num_blocks,
+            align_weight=10.0 if self.align_weight is None else self.align_weight,
+        )
+        return ssa.SSATransformerConfig(sizes, attention)
 
 
 @dataclass(frozen=True)
@@ -161,7 +183,8 @@ class TrainedModel:
         folder: where it was written.
         history: one dict per step of the whole run: `step`, `loss`, and `evaluation_nats_per_token` where the
             held-out text was measured.
-        held_out: `nats_per_token`, `perplexity`, `tokens` and `nats_per_byte`, which compares tokenizers.
+        held_out: `nats_per_token`, `perplexity`, `tokens` and `nats_per_byte`, which compares tokenizers; of an SSA
+            model with full attention, and `sparse_nats_per_token` with its blocks alone.
         signal_number: the signal that stopped it before its last step, or None.
         seconds: wall time of this call.
         tokens_per_second: training speed without compilation, evaluations and checkpoints.
@@ -170,7 +193,7 @@ class TrainedModel:
     """
 
     config: TrainConfig
-    model: TransformerConfig
+    model: TransformerConfig | SSATransformerConfig
     params: Any
     tokenizer: Tokenizer
     folder: Path
@@ -184,19 +207,47 @@ class TrainedModel:
 
 
 @functools.lru_cache(maxsize=32)
-def _loss(model: TransformerConfig) -> Callable[..., Any]:
-    from effml.nn.transformer import next_token_loss
+def _loss(model: TransformerConfig | SSATransformerConfig) -> Callable[..., Any]:
+    from effml.nn.transformer import TransformerConfig, next_token_loss
 
-    return functools.partial(next_token_loss, config=model)
+    if isinstance(model, TransformerConfig):
+        return functools.partial(next_token_loss, config=model)
+    from effml.attend import ssa
+
+    return functools.partial(ssa.training_loss, config=model)
 
 
 @functools.lru_cache(maxsize=32)
-def _sharded_loss(model: TransformerConfig, mesh: Mesh) -> Callable[..., Any]:
+def _evaluation_loss(
+    model: TransformerConfig | SSATransformerConfig, mode: str = "full"
+) -> Callable[..., Any]:
+    from effml.nn.transformer import TransformerConfig
+
+    if isinstance(model, TransformerConfig):
+        return _loss(model)
+    from effml.attend import ssa
+
+    return functools.partial(ssa.next_token_loss, config=model, mode=mode)
+
+
+def _initial(model: TransformerConfig | SSATransformerConfig) -> Callable[..., Any]:
+    from effml.nn.transformer import TransformerConfig, init_params
+
+    if isinstance(model, TransformerConfig):
+        return functools.partial(init_params, config=model, scanned=False)
+    from effml.attend import ssa
+
+    return functools.partial(ssa.init_params, config=model, scanned=False)
+
+
+@functools.lru_cache(maxsize=32)
+def _sharded_loss(model: TransformerConfig | SSATransformerConfig, mesh: Mesh) -> Callable[..., Any]:
     """The same loss; each layer's weights are gathered where they are used, and their gradients are not."""
     from effml import train
-    from effml.nn.transformer import dense_linear
+    from effml.nn.transformer import TransformerConfig, dense_linear
 
-    return train.fsdp_loss(_loss(model), mesh, linear=dense_linear, dtype=model.compute_dtype)
+    dtype = (model if isinstance(model, TransformerConfig) else model.model).compute_dtype
+    return train.fsdp_loss(_loss(model), mesh, linear=dense_linear, dtype=dtype)
 
 
 @functools.lru_cache(maxsize=32)
@@ -260,7 +311,7 @@ def _train_model(
     import jax
 
     from effml import data, models, train, trees
-    from effml.nn.transformer import init_params, param_count
+    from effml.nn.transformer import TransformerConfig
     from effml.optimize import TWO_POINT, second_gradient
 
     first_process = jax.process_index() == 0
@@ -291,8 +342,7 @@ def _train_model(
         mesh=mesh,
         extra_args=second_gradient if config.optimizer in TWO_POINT else None,
     )
-    initial = functools.partial(init_params, config=model, scanned=False)
-    state = train.init_state(jax.random.key(config.seed), initial, optimizer, mesh=mesh)
+    state = train.init_state(jax.random.key(config.seed), _initial(model), optimizer, mesh=mesh)
     train.sync_processes("the folder is looked at")
     if first_process:
         folder.mkdir(parents=True, exist_ok=True)
@@ -304,8 +354,9 @@ def _train_model(
     parameter_bytes, optimizer_bytes = trees.byte_count(state.params), trees.byte_count(state.optimizer_state)
     if first_process:
         # The first step compiles for a while: say what has begun.
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         print(
-            f"{config.optimizer}: {param_count(model):,} parameters, {len(tokens):,} tokens of {corpus.source}, "
+            f"{config.optimizer}: {parameters:,} parameters, {len(tokens):,} tokens of {corpus.source}, "
             f"{config.steps:,} steps of {config.batch_size} x {config.length}; compiling",
             file=sys.stderr,
             flush=True,
@@ -334,7 +385,9 @@ def _train_model(
     if jax.process_count() > 1:
         params = train.to_host(params)
     if result.stopped == "finished" and first_process:
-        models.save(folder / "model", params, model, tokenizer, extra={"trained_length": config.length})
+        kind = "dense" if isinstance(model, TransformerConfig) else "ssa"
+        extra = {"trained_length": config.length}
+        models.save(folder / "model", params, model, tokenizer, kind=kind, extra=extra)
     train.sync_processes("the model is written")
     return TrainedModel(
         config=config,
@@ -367,23 +420,31 @@ def _evaluation_batches(tokens: Any, length: int, mesh: Mesh | None) -> list[dic
 
 
 def measure(
-    params: Any, model: TransformerConfig, batches: Sequence[Mapping[str, Any]], mesh: Mesh | None = None
+    params: Any,
+    model: TransformerConfig | SSATransformerConfig,
+    batches: Sequence[Mapping[str, Any]],
+    mesh: Mesh | None = None,
 ) -> dict[str, float | int]:
-    """Mean loss of a dense model over batches, weighted by tokens.
+    """Mean loss of a model over batches, weighted by tokens.
 
     Args:
-        params: parameters of `effml.nn.transformer`.
+        params: parameters of `effml.nn.transformer` or `effml.attend.ssa`.
         model: their configuration.
         batches: dicts with `tokens` int32[batch, length + 1] and `weights` float32[batch, length]; with several
             processes the rows of this one.
         mesh: the mesh that the parameters are on; None is one device.
 
     Returns:
-        `nats_per_token`, `perplexity` and `tokens`.
+        `nats_per_token`, `perplexity` and `tokens`; of an SSA model with full attention, and `sparse_nats_per_token`.
     """
     from effml import train
+    from effml.nn.transformer import TransformerConfig
 
-    return train.evaluate(train.make_eval_step(_loss(model), mesh=mesh), params, batches)
+    scores = train.evaluate(train.make_eval_step(_evaluation_loss(model), mesh=mesh), params, batches)
+    if isinstance(model, TransformerConfig):
+        return scores
+    sparse = train.make_eval_step(_evaluation_loss(model, "sparse"), mesh=mesh)
+    return {**scores, "sparse_nats_per_token": train.evaluate(sparse, params, batches)["nats_per_token"]}
 
 
 @contextlib.contextmanager
@@ -429,7 +490,9 @@ def _refuse_other_run(folder: Path, config: TrainConfig, resume: bool) -> None:
         )
     before = _read_json(path)
     now = json.loads(json.dumps(dataclasses.asdict(config)))
-    changed = sorted(name for name in now if before.get(name) != now[name])
+    # What a run of an earlier version did not know of, it did as it is done by default.
+    before = {**json.loads(json.dumps(dataclasses.asdict(TrainConfig()))), **before}
+    changed = sorted(name for name in now if before[name] != now[name])
     if changed:
         details = ", ".join(f"{name} was {before.get(name)!r}, now {now[name]!r}" for name in changed)
         raise ValueError(f"out={str(folder)!r} holds another run ({details}); resume it with its own options")

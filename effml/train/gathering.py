@@ -16,6 +16,7 @@ Source: Rajbhandari et al., ZeRO, arXiv 1910.02054 (stage 3).
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -123,7 +124,7 @@ def fsdp_loss(
         dtype: the compute dtype, in which embedding and head travel; None is their own.
 
     Returns:
-        `loss(params, batch)`, for `make_step`. It computes what `loss_fn` does.
+        `loss(params, batch)`, for `make_step`, with the keys that `loss_fn` takes. It computes what `loss_fn` does.
 
     Example:
         >>> from effml.nn.transformer import TransformerConfig, dense_linear, init_params, next_token_loss
@@ -136,13 +137,15 @@ def fsdp_loss(
     """
     product = gathered_linear(linear, mesh)
 
-    def loss(params: Mapping[str, Any], batch: PyTree) -> Any:
+    def loss(params: Mapping[str, Any], batch: PyTree, **keys: Any) -> Any:
         outside = {name: tree for name, tree in params.items() if name != "layers"}
         whole = _gather_tree(outside, outside, mesh, dtype)
         if "layers" in params:
             whole["layers"] = params["layers"]
-        return loss_fn(whole, batch, linear=product)
+        return loss_fn(whole, batch, linear=product, **keys)
 
+    # `make_step` looks there for the keys that a loss takes.
+    loss.__signature__ = inspect.signature(loss_fn)  # pyright: ignore[reportFunctionMemberAccess]
     return loss
 
 

@@ -88,8 +88,12 @@ class Step:
         return len(self.traces)
 
 
-def _takes_key(function: Callable[..., Any]) -> bool:
-    return "key" in inspect.signature(function).parameters
+_KEYS = ("key", "step_key")
+
+
+def _taken_keys(function: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters
+    return tuple(name for name in _KEYS if name in parameters)
 
 
 def _select(good: Array, new: Array, old: Array) -> Array:
@@ -109,9 +113,9 @@ def _norm(gradients: PyTree) -> Array:
 
 
 def _evaluate_loss(
-    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: Array | None, takes_key: bool
+    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, keys: dict[str, Array | None]
 ) -> tuple[Array, dict[str, Any]]:
-    result = loss_fn(params, batch, key=key) if takes_key else loss_fn(params, batch)
+    result = loss_fn(params, batch, **keys)
     loss, metrics = result if isinstance(result, tuple) else (result, {})
     if jnp.shape(loss) != ():
         raise ValueError(f"the loss must be a scalar, got shape {jnp.shape(loss)}")
@@ -141,8 +145,9 @@ def make_step(
     the arguments they bind. So hold on to the optimizer, or build it by a cached factory.
 
     Args:
-        loss_fn: `loss_fn(params, batch)` or, when it has an argument called `key`, `loss_fn(params, batch,
-            key=key)`; returns the loss, a mean over the batch's weights, or (loss, metrics).
+        loss_fn: `loss_fn(params, batch)` or, when it has arguments of these names, with `key=` and `step_key=` as
+            well: the parts of an accumulated batch have different keys and the same step key, which makes the choices
+            that belong to the step. Returns the loss, a mean over the batch's weights, or (loss, metrics).
             `metrics["tokens"]` is the sum of those weights; without it, the sum of `batch["weights"]` or else
             the number of rows is taken.
         optimizer: the optax optimizer.
@@ -203,17 +208,19 @@ def _make_step(
     extra_args: Function | None,
     summed: tuple[str, ...],
 ) -> Step:
-    takes_key = _takes_key(loss.function)
+    taken = _taken_keys(loss.function)
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def gradients_of(params, batch, key):
+    def gradients_of(params, batch, key, step_key):
+        keys = {name: value for name, value in zip(_KEYS, (key, step_key)) if name in taken}
+
         def objective(p):
-            return _evaluate_loss(loss.function, _cast(p, compute_dtype), batch, key, takes_key)
+            return _evaluate_loss(loss.function, _cast(p, compute_dtype), batch, keys)
 
         (value, metrics), gradients = jax.value_and_grad(objective, has_aux=True)(params)
         return value, metrics, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
 
-    def accumulated(params, batch, key):
+    def accumulated(params, batch, key, step_key):
         # Part i takes rows i, i + accumulate, ...: with rows split over devices, each device keeps its own.
         parts = jax.tree.map(lambda a: jnp.swapaxes(a.reshape(-1, accumulate, *a.shape[1:]), 0, 1), batch)
         if mesh is not None:
@@ -222,7 +229,7 @@ def _make_step(
         keys = jax.random.split(key, accumulate)
 
         def part(total, inputs):
-            value, metrics, gradients = gradients_of(params, *inputs)
+            value, metrics, gradients = gradients_of(params, *inputs, step_key=step_key)
             weight = metrics["tokens"]
             # A part without any weight has the loss 0/0, and must not count.
             terms = jax.tree.map(
@@ -232,7 +239,7 @@ def _make_step(
             return jax.tree.map(jnp.add, total, (*terms, sums)), None
 
         first = jax.tree.map(lambda a: a[0], (parts, keys))
-        shapes = jax.eval_shape(lambda inputs: gradients_of(params, *inputs), first)
+        shapes = jax.eval_shape(lambda inputs: gradients_of(params, *inputs, step_key=step_key), first)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         start = (*zeros, {name: zeros[1][name] for name in summed if name in zeros[1]})
         (value, metrics, gradients, sums), _ = jax.lax.scan(part, start, (parts, keys))
@@ -244,7 +251,8 @@ def _make_step(
         traces.append(None)
         key = jax.random.fold_in(state.key, state.step)
         compute = gradients_of if accumulate == 1 else accumulated
-        value, metrics, gradients = compute(state.params, batch, key)
+        step_key = jax.random.fold_in(key, 1)
+        value, metrics, gradients = compute(state.params, batch, key, step_key)
         norm = _norm(gradients)
         if clip_norm is not None:
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
@@ -260,7 +268,7 @@ def _make_step(
                 )
             # One backward pass after the other: their activations need not be alive together.
             params, _ = jax.lax.optimization_barrier((params, gradients))
-            _, _, others = compute(params, batch, key)
+            _, _, others = compute(params, batch, key, step_key)
             return jax.tree.map(lambda g, p: g.astype(p.dtype), others, params)
 
         extra = {}
@@ -292,7 +300,7 @@ def make_eval_step(
     """Compiles the loss alone, for `evaluate`; cached as `make_step` is.
 
     Args:
-        loss_fn: as for `make_step`; a `key` argument gets None, which must mean "no randomness".
+        loss_fn: as for `make_step`; its `key` and `step_key` get None, which must mean "no randomness".
         compute_dtype: as for `make_step`.
         mesh: a mesh of `make_mesh`.
 
@@ -319,11 +327,11 @@ def make_eval_step(
 
 @functools.lru_cache(maxsize=CACHE_SIZE)
 def _make_eval_step(loss: Function, compute_dtype: str | None, mesh: Mesh | None) -> Step:
-    takes_key = _takes_key(loss.function)
+    keys = dict.fromkeys(_taken_keys(loss.function))
 
     def eval_step(params: PyTree, batch: PyTree) -> tuple[Array, dict[str, Array]]:
         traces.append(None)
-        return _evaluate_loss(loss.function, _cast(params, compute_dtype), batch, None, takes_key)
+        return _evaluate_loss(loss.function, _cast(params, compute_dtype), batch, keys)
 
     traces: list[None] = []
     return Step(jax.jit(eval_step), mesh, traces=traces)

@@ -125,6 +125,16 @@ class SSATransformerConfig:
         """Number of token ids."""
         return self.model.vocab_size
 
+    @property
+    def width(self) -> int:
+        """Size of the residual stream."""
+        return self.model.width
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return self.model.num_layers
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON types.
 
