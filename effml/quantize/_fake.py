@@ -21,10 +21,13 @@ __all__ = [
     "CLIPS",
     "FULL",
     "check_bits",
+    "check_weight",
+    "codes_of",
     "fake_quant_act",
     "fake_quant_weight",
     "group_count",
     "round_weight",
+    "scale_of",
     "weight_scale",
 ]
 
@@ -191,20 +194,25 @@ def weight_scale(
         >>> weight_scale(jnp.array([[0.5], [-1.0]]), 2, clip=None).tolist()
         [[1.0]]
     """
-    _check_weight(bits, clip)
+    check_weight(bits, clip)
+    return scale_of(kernel, 2 ** (bits - 1), clip, group_size)
+
+
+def scale_of(kernel: Array, top: Any, clip: str | None, group_size: int | None) -> Array:
+    """`weight_scale` of 2 `top` codes, which may be traced: one program then serves all numbers of bits."""
     grouped, _ = _grouped(jax.lax.stop_gradient(kernel), 0, group_size)
-    return _scale_of(grouped, bits, clip).astype(jnp.float32)
+    return _scale_of(grouped, top, clip).astype(jnp.float32)
 
 
-def _check_weight(bits: int, clip: str | None) -> None:
+def check_weight(bits: int, clip: str | None) -> None:
+    """Raises where weights can't be rounded so."""
     if check_bits("bits", bits) == FULL:
         raise ValueError("bits=16 leaves weights as they are: there is no scale")
     if clip not in CLIPS:
         raise ValueError(f"clip={clip!r} is not known (allowed: 'mse', None)")
 
 
-def _scale_of(grouped: Array, bits: int, clip: str | None) -> Array:
-    top = 2 ** (bits - 1)
+def _scale_of(grouped: Array, top: Any, clip: str | None) -> Array:
     full = jnp.abs(grouped).max(-1) / (top - 1)
     if clip is None:
         return _guarded(full)
@@ -238,7 +246,11 @@ def round_weight(
         >>> round_weight(jnp.array([[0.6], [-1.0], [0.2]]), jnp.array([[0.5]]), 3).ravel().tolist()
         [1, -2, 0]
     """
-    top = 2 ** (bits - 1)
+    return codes_of(kernel, scale, 2 ** (bits - 1))
+
+
+def codes_of(kernel: Array, scale: Array, top: Any) -> Array:
+    """`round_weight` to 2 `top` codes, which may be traced."""
     inputs = kernel.shape[0]
     rows = jnp.repeat(scale.T, -(-inputs // scale.shape[1]), axis=0)[:inputs]
     return jnp.clip(jnp.round(_over(kernel.astype(jnp.float32), rows)), -top, top - 1).astype(jnp.int8)
@@ -275,8 +287,8 @@ def fake_quant_weight(
     """
     if check_bits("bits", bits) == FULL:
         return kernel
-    _check_weight(bits, clip)
+    check_weight(bits, clip)
     grouped, restore = _grouped(jax.lax.stop_gradient(kernel), axis, group_size)
-    scale = _scale_of(grouped, bits, clip)[..., None]
     top = 2 ** (bits - 1)
+    scale = _scale_of(grouped, top, clip)[..., None]
     return _through(kernel, restore(scale * jnp.clip(jnp.round(_over(grouped, scale)), -top, top - 1)))

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array
 
 from effml._validate import count
-from effml.quantize._fake import FULL, check_bits, round_weight, weight_scale
+from effml.quantize._fake import check_weight, codes_of, scale_of
 from effml.quantize._host import on_host
 
 __all__ = ["RoundedKernel", "gptq", "rtn"]
@@ -41,7 +41,8 @@ class RoundedKernel(NamedTuple):
     codes: Array
 
 
-_scale = jax.jit(weight_scale, static_argnames=("bits", "clip", "group_size"))
+# Half the number of codes is traced, so that all numbers of bits share one program.
+_scale = jax.jit(scale_of, static_argnames=("clip", "group_size"))
 
 
 def rtn(kernel: Any, bits: int, *, clip: str | None = "mse", group_size: int | None = None) -> RoundedKernel:
@@ -63,9 +64,10 @@ def rtn(kernel: Any, bits: int, *, clip: str | None = "mse", group_size: int | N
         >>> rtn(np.array([[0.4], [-1.0], [0.6]]), 2, clip=None).kernel.ravel().tolist()
         [0.0, -1.0, 1.0]
     """
-    kernel = _checked("rtn", kernel)
-    scale = _scale(kernel, bits, clip=clip, group_size=group_size)
-    return RoundedKernel(*_nearest(kernel, scale, bits))
+    check_weight(bits, clip)
+    kernel, top = _checked("rtn", kernel), 2 ** (bits - 1)
+    scale = _scale(kernel, top, clip=clip, group_size=group_size)
+    return RoundedKernel(*_nearest(kernel, scale, top))
 
 
 def _checked(function: str, kernel: Any) -> Array:
@@ -82,9 +84,9 @@ def _checked(function: str, kernel: Any) -> Array:
     return kernel
 
 
-@functools.partial(jax.jit, static_argnames=("bits",))
-def _nearest(kernel: Array, scale: Array, bits: int) -> tuple[Array, Array, Array]:
-    codes = round_weight(kernel, scale, bits)
+@jax.jit
+def _nearest(kernel: Array, scale: Array, top: Any) -> tuple[Array, Array, Array]:
+    codes = codes_of(kernel, scale, top)
     return _times(codes, scale), scale, codes
 
 
@@ -135,14 +137,13 @@ def gptq(
         True
     """
     on_host("gptq", hessian)
-    kernel, block = _checked("gptq", kernel), count("block", block)
-    if check_bits("bits", bits) == FULL:
-        raise ValueError("bits=16 leaves weights as they are; give 2 to 8")
+    check_weight(bits, clip)
+    kernel, block, top = _checked("gptq", kernel), count("block", block), 2 ** (bits - 1)
     if not 0 < percdamp < np.inf:
         raise ValueError(f"percdamp={percdamp!r} must be finite and above 0")
     factor = _inverse_factor(np.asarray(hessian, np.float64), kernel.shape[0], float(percdamp))
-    scale = _scale(kernel, bits, clip=clip, group_size=group_size)
-    return RoundedKernel(*_sweep(kernel, jnp.asarray(factor, jnp.float32), scale, bits, block))
+    scale = _scale(kernel, top, clip=clip, group_size=group_size)
+    return RoundedKernel(*_sweep(kernel, jnp.asarray(factor, jnp.float32), scale, top, block=block))
 
 
 def _inverse_factor(hessian: np.ndarray, inputs: int, percdamp: float) -> np.ndarray:
@@ -180,13 +181,12 @@ def _inverse_factor(hessian: np.ndarray, inputs: int, percdamp: float) -> np.nda
     )
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "block"))
-def _sweep(kernel: Array, factor: Array, scale: Array, bits: int, block: int) -> tuple[Array, Array, Array]:
+@functools.partial(jax.jit, static_argnames=("block",))
+def _sweep(kernel: Array, factor: Array, scale: Array, top: Any, *, block: int) -> tuple[Array, Array, Array]:
     inputs, outputs = kernel.shape
     block = min(block, inputs)
     blocks = -(-inputs // block)
     room = blocks * block - inputs
-    top = 2 ** (bits - 1)
     rows = jnp.repeat(scale.T, -(-inputs // scale.shape[1]), axis=0)[:inputs]
     rows = jnp.pad(rows, ((0, room), (0, 0)), constant_values=1.0)
     factor = jnp.pad(factor, ((0, room), (0, room)))

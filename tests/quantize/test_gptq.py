@@ -89,13 +89,15 @@ def test_groups_have_scales_of_their_own():
     assert lost[0] < lost[1]
 
 
-def test_kernels_of_one_shape_share_a_program():
+def test_kernels_of_one_shape_share_a_program_whatever_their_bits():
     x = correlated(64, 12)
-    before = _gptq._sweep._cache_size()
-    for seed in range(3):
+    programs = (_gptq._scale, _gptq._nearest, _gptq._sweep)
+    before = [one._cache_size() for one in programs]
+    for seed, bits in enumerate((4, 3, 8)):
         kernel = np.random.default_rng(seed).normal(size=(12, 7)).astype(np.float32)
-        quantize.gptq(kernel, x.T @ x * (seed + 1), 4)
-    assert _gptq._sweep._cache_size() == before + 1
+        quantize.gptq(kernel, x.T @ x * (seed + 1), bits)
+        quantize.rtn(kernel, bits)
+    assert [one._cache_size() for one in programs] == [one + 1 for one in before]
 
 
 def test_bad_input_is_named():
