@@ -12,13 +12,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = ["Geometry", "Tiles", "group_by_block", "no_duplicates"]
+__all__ = ["Geometry", "Tiles", "group_by_block", "no_duplicates", "slopes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,15 +43,52 @@ class Geometry:
         batch = jax.lax.div(ids, jnp.asarray(self.heads * self.blocks, ids.dtype))
         return batch * self.blocks + self.local(ids)
 
-    def sees(self, ids: Any, offset: Any, position: Any, segment: Any, key_segment: Any) -> Any:
-        """Whether a query sees the key at `offset` of the block at `ids`; everything broadcasts."""
-        at = self.local(jnp.maximum(ids, 0)) * self.block_size + offset
+    def sees(
+        self,
+        ids: Any,
+        offset: Any,
+        position: Any,
+        segment: Callable[[], Any],
+        key_segment: Callable[[Any], Any],
+    ) -> Any:
+        """Whether a query sees the key at `offset` of the block at `ids`: the mask of every form, forward and backward.
+
+        Args:
+            ids: places in the tables, -1 for none.
+            offset: of a key in its block.
+            position: of the query.
+            segment: gives the query's segment; called only if there are segments.
+            key_segment: from a row of `key_segments` the segments of its keys; likewise.
+
+        Returns:
+            bool, of the shape that all of them broadcast to.
+        """
+        place = jnp.maximum(ids, 0)
+        at = self.local(place) * self.block_size + offset
         keep = (ids >= 0) & (offset < self.block_size) & (at < self.keys)
         if self.causal:
             keep &= at <= position
         if self.segmented:
-            keep &= segment == key_segment
+            keep &= segment() == key_segment(self.segment_block(place))
         return keep
+
+
+def slopes(
+    logits: Array, keep: Array, logarithm: Array, products: Array, offset: Array
+) -> tuple[Array, Array]:
+    """Weights of the softmax and the gradients of its logits: what every backward pass computes of a pair.
+
+    w = e^(logit - logarithm),    slope = w (products - offset)
+
+    Args:
+        logits: [..., keys], scaled.
+        keep: as `logits` or broadcast to it; where False both results are 0, whatever the rest holds.
+        logarithm: [...], of the sum of exponentials.
+        products: as `logits`, of the output's gradient and the values.
+        offset: [...].
+    """
+    weights = jnp.where(keep, jnp.exp(logits - logarithm[..., None]), 0)
+    return weights, jnp.where(keep, weights * (products - offset[..., None]), 0)
 
 
 def no_duplicates(indices: Array, positions: Array, geometry: Geometry) -> Array:

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels._parameters import gpu_parameters
 from pallas_kernels._varying import typed_like
 from pallas_kernels.block_sparse_attention.blocks import BlockSizes
-from pallas_kernels.block_sparse_attention.geometry import Geometry, group_by_block
+from pallas_kernels.block_sparse_attention.geometry import Geometry, group_by_block, slopes
 
 __all__ = ["backward", "forward", "why_not"]
 
@@ -144,11 +144,13 @@ def _key_loop(ids, positions, segments, key_segments, k, v, geometry: Geometry, 
         place = jnp.maximum(block, 0)
         start = lax.rem(i, pieces) * width
         offset = start + lax.iota(jnp.int32, width)
-        segment = key_segment = None
-        if geometry.segmented:
-            segment = segments[...]
-            key_segment = key_segments[geometry.segment_block(place), pl.ds(start, width)]
-        keep = geometry.sees(block, offset, positions[...], segment, key_segment)
+        keep = geometry.sees(
+            block,
+            offset,
+            positions[...],
+            lambda: segments[...],
+            lambda row: key_segments[row, pl.ds(start, width)],
+        )
         keys = _piece(k, place, start, width, keep)
         values = _piece(v, place, start, width, keep)
         return visit(carry, keep, keys, values)
@@ -280,9 +282,9 @@ def query_gradient(
         def visit(carry, keep, keys, values):
             logits = _dot(queries, keys, (1, 1)) * geometry.scale
             seen = lax.broadcast_in_dim(keep, logits.shape, (1,))
-            weights = jnp.where(seen, jnp.exp(logits - log_sum[:, None]), 0)
-            slopes = weights * (_dot(cotangents, values, (1, 1)) - shift[:, None])
-            return carry + _dot(slopes.astype(keys.dtype), keys, (1, 0))
+            products = _dot(cotangents, values, (1, 1))
+            _, of_logits = slopes(logits, seen, log_sum, products, shift)
+            return carry + _dot(of_logits.astype(keys.dtype), keys, (1, 0))
 
         total = _key_loop(
             ids,
@@ -351,26 +353,29 @@ def key_gradients(
         at = first + lax.iota(jnp.int32, width)
         within = pl.ds(first, width)
         keys, values = k[here, within, :], v[here, within, :]
-        key_segment = None
-        if geometry.segmented:
-            key_segment = key_segments[geometry.segment_block(here), within][None]
+        key_segment = key_segments[geometry.segment_block(here), within] if geometry.segmented else None
 
         def step(i, carry):
             pairs = begin + i * many + lax.iota(jnp.int32, many)
             valid = pairs < end
             rows = plgpu.load(pair_rows.at[jnp.where(valid, pairs, 0)])
             place = jnp.where(valid, here, -1)
-            segment = segments[rows][:, None] if geometry.segmented else None
-            keep = geometry.sees(place[:, None], at[None], positions[rows][:, None], segment, key_segment)
+            keep = geometry.sees(
+                place[:, None],
+                at[None],
+                positions[rows][:, None],
+                lambda: segments[rows][:, None],
+                lambda _: key_segment[None],
+            )
             keep = lax.broadcast_in_dim(keep, (many, size, width), (0, 2)).reshape(flat, width)
             queries = q[rows].reshape(flat, -1)
             cotangents = cotangent[rows].reshape(flat, -1)
             logits = _dot(queries, keys, (1, 1)) * geometry.scale
-            weights = jnp.where(keep, jnp.exp(logits - logarithm[rows].reshape(flat)[:, None]), 0)
-            slopes = weights * (_dot(cotangents, values, (1, 1)) - offset[rows].reshape(flat)[:, None])
-            slopes = jnp.where(keep, slopes, 0).astype(queries.dtype)
+            products = _dot(cotangents, values, (1, 1))
+            log_sum, shift = (a[rows].reshape(flat) for a in (logarithm, offset))
+            weights, of_logits = slopes(logits, keep, log_sum, products, shift)
             of_keys, of_values = carry
-            of_keys += _dot(slopes, queries, (0, 0))
+            of_keys += _dot(of_logits.astype(queries.dtype), queries, (0, 0))
             of_values += _dot(weights.astype(cotangents.dtype), cotangents, (0, 0))
             return of_keys, of_values
 

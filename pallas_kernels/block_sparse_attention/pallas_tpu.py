@@ -149,8 +149,7 @@ def _kernel(ids, positions, segments, q, *references, geometry: Geometry, slots:
             size = k.shape[0]
 
             offset = lax.broadcasted_iota(jnp.int32, (1, size), 1)
-            key_segment = None if segment is None else segment[...]
-            keep = geometry.sees(block, offset, positions[row], segments[row], key_segment)
+            keep = geometry.sees(block, offset, positions[row], lambda: segments[row], lambda _: segment[...])
             # A key that nobody sees may hold anything. The mask has to stand upright for that.
             square = [lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1)]
             upright = ((square[0] == square[1]) & keep).astype(jnp.float32)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.block_sparse_attention.blocks import BlockSizes
-from pallas_kernels.block_sparse_attention.geometry import Geometry, group_by_block
+from pallas_kernels.block_sparse_attention.geometry import Geometry, group_by_block, slopes
 
 __all__ = ["backward", "forward"]
 
@@ -55,12 +55,13 @@ def _gather(table: Array, ids: Array) -> Array:
 
 def _kept(ids: Array, position: Array, segment: Any, key_segments: Any, geometry: Geometry) -> Array:
     """Which gathered keys a row sees: bool[rows, slots * block_size]."""
-    offset = jnp.arange(geometry.block_size, dtype=jnp.int32)
-    key_segment = None
-    if geometry.segmented:
-        key_segment = jnp.take(key_segments, geometry.segment_block(jnp.maximum(ids, 0)), axis=0, mode="clip")
-        segment = segment[:, None, None]
-    keep = geometry.sees(ids[..., None], offset, position[:, None, None], segment, key_segment)
+    keep = geometry.sees(
+        ids[..., None],
+        jnp.arange(geometry.block_size, dtype=jnp.int32),
+        position[:, None, None],
+        lambda: segment[:, None, None],
+        lambda row: jnp.take(key_segments, row[..., 0], axis=0, mode="clip"),
+    )
     return keep.reshape(ids.shape[0], -1)
 
 
@@ -159,9 +160,9 @@ def query_gradient(
         keys = jnp.where(keep[..., None], _gather(k, ids), 0)
         values = jnp.where(keep[..., None], _gather(v, ids), 0)
         logits = _dot("rgd,rnd->rgn", q, keys) * geometry.scale
-        weights = jnp.where(keep[:, None], jnp.exp(logits - logarithm[..., None]), 0)
-        slopes = weights * (_dot("rgd,rnd->rgn", cotangent, values) - offset[..., None])
-        return (_dot("rgn,rnd->rgd", slopes.astype(k.dtype), keys) * geometry.scale).astype(q.dtype)
+        products = _dot("rgd,rnd->rgn", cotangent, values)
+        _, of_logits = slopes(logits, keep[:, None], logarithm, products, offset)
+        return (_dot("rgn,rnd->rgd", of_logits.astype(k.dtype), keys) * geometry.scale).astype(q.dtype)
 
     size = _rows_at_once(k, v, ids.shape[1], blocks)
     return _in_steps(step, size, (q, ids, positions, segments, logarithm, offset, cotangent))
@@ -181,21 +182,22 @@ def key_gradients(
         here = jnp.minimum(block, k.shape[0] - 1)
         ids = jnp.where(pairs < stop[:, None], here[:, None], -1)
         at = jnp.arange(geometry.block_size, dtype=jnp.int32)
-        segment = key_segment = None
-        if geometry.segmented:
-            segment = jnp.take(segments, rows)[..., None]
-            key_segment = jnp.take(key_segments, geometry.segment_block(here), axis=0)[:, None]
-        keep = geometry.sees(ids[..., None], at, jnp.take(positions, rows)[..., None], segment, key_segment)
+        keep = geometry.sees(
+            ids[..., None],
+            at,
+            jnp.take(positions, rows)[..., None],
+            lambda: jnp.take(segments, rows)[..., None],
+            lambda _: jnp.take(key_segments, geometry.segment_block(here), axis=0)[:, None],
+        )
         keep = keep[:, :, None]  # [tiles, pairs, 1, block_size]
         take = functools.partial(jnp.take, indices=rows, axis=0, mode="clip")
         queries, cotangents = take(q), take(cotangent)  # [tiles, pairs, group, dim]
         keys, values = jnp.take(k, here, axis=0), jnp.take(v, here, axis=0)
         logits = _dot("xpgd,xnd->xpgn", queries, keys) * geometry.scale
-        weights = jnp.where(keep, jnp.exp(logits - take(logarithm)[..., None]), 0)
-        slopes = weights * (_dot("xpgd,xnd->xpgn", cotangents, values) - take(offset)[..., None])
-        slopes = jnp.where(keep, slopes, 0).astype(q.dtype)
+        products = _dot("xpgd,xnd->xpgn", cotangents, values)
+        weights, of_logits = slopes(logits, keep, take(logarithm), products, take(offset))
         return (
-            _dot("xpgn,xpgd->xnd", slopes, queries) * geometry.scale,
+            _dot("xpgn,xpgd->xnd", of_logits.astype(q.dtype), queries) * geometry.scale,
             _dot("xpgn,xpgd->xnd", weights.astype(v.dtype), cotangents),
         )
 
