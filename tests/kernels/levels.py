@@ -3,7 +3,7 @@
 | level | function | proves | can't see |
 |---|---|---|---|
 | L1 | `interpreted`, `race_checked` | the numbers; for TPU forms no race and no access outside an array | limits of the compilers |
-| L2 | `lower` | that Pallas takes the kernel (power-of-two sizes, supported operations) | memory |
+| L2 | `lower`, `lower_sharded` | that Pallas takes the kernel (power-of-two sizes, supported operations) | memory |
 | L3 | `compile_gpu` | sm_90 machine code, its shared memory, its instructions | XLA's own Triton, speed |
 | L4 | `compile_tpu` | a TPU v5e program that fits VMEM | speed |
 
@@ -28,20 +28,22 @@ from typing import Any
 import jax
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, SingleDeviceSharding
 
 SHARED_MEMORY = 227 * 1024  # bytes that one block may have on compute capability 9.0
 TARGETS = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
 
 
-def pretend(platform: str) -> Any:
-    """A context in which the current mesh describes one device of `"cuda"` (H200) or `"tpu"` (v5e)."""
+def pretend(platform: str, **axes: int) -> Any:
+    """A context whose current mesh is of `"cuda"` (H200) or `"tpu"` (v5e) devices: one, or `axes` of them by name."""
     kind, cores, name = {"cuda": ("NVIDIA H200", 132, "gpu"), "tpu": ("TPU v5 lite", 1, "tpu")}[platform]
     try:
         device = AbstractDevice(device_kind=kind, num_cores=cores, platform=name)
     except TypeError:  # without the field before JAX 0.10.2
         device = AbstractDevice(device_kind=kind, num_cores=cores)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh(tuple(axes.values()), tuple(axes), abstract_device=device)
+    )
 
 
 @contextlib.contextmanager
@@ -82,11 +84,37 @@ def lower(platform: str, function: Any, *args: Any) -> Any:
     with pretend(platform), _quiet():
         # The trace cache does not know of the mesh when shapes are the same and the function is already jitted.
         lowered = jax.jit(lambda *a: function(*a)).trace(*args).lower(lowering_platforms=(platform,))
+    _check_targets(platform, lowered.as_text())
+    return lowered
+
+
+def lower_sharded(platform: str, function: Any, in_specs: Any, out_specs: Any, *args: Any) -> str:
+    """L2 inside `jax.shard_map`: the text of the call on local arrays of four devices, along the mesh axis `data`.
+
+    Args:
+        platform: `"cuda"` or `"tpu"`.
+        function: of local arrays.
+        in_specs: a `PartitionSpec` for each array.
+        out_specs: of the results.
+        args: whole arrays or `jax.ShapeDtypeStruct`.
+    """
+    with pretend(platform, data=4), _quiet():
+        mesh = jax.sharding.get_abstract_mesh()
+        sharded = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        placed = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+            for a, spec in zip(args, in_specs, strict=True)
+        ]
+        text = jax.jit(sharded).trace(*placed).lower(lowering_platforms=(platform,)).as_text()
+    assert "manual_computation" in text, "the program has no local arrays"
+    _check_targets(platform, text)
+    return text
+
+
+def _check_targets(platform: str, text: str) -> None:
     other = TARGETS["tpu" if platform == "cuda" else "cuda"]
-    text = lowered.as_text()
     assert TARGETS[platform] in text, f"no Pallas kernel in the program lowered for {platform}"
     assert other not in text, "a kernel of the other platform is in the program"
-    return lowered
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
 from pallas_kernels import _native
 from pallas_kernels import binary_matmul as op
@@ -323,6 +324,17 @@ def test_shard_map():
     )
     assert program.returncode == 0, program.stderr[-3000:]
     assert max(json.loads(program.stdout)) < 1e-3
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("rows", [4, 64])  # 1 and 16 a device
+def test_kernels_inside_shard_map(platform, rows):
+    args = shapes(rows, jnp.bfloat16, 256, 128, 384)[:3]
+    specs = PartitionSpec("data"), PartitionSpec(), PartitionSpec()
+    text = levels.lower_sharded(platform, op.binary_matmul, specs, specs[0], *args)
+    assert f"{rows // 4}x256" in text
+    slope = jax.grad(lambda *a: jnp.sum(op.binary_matmul(*a).astype(jnp.float32) ** 2))
+    levels.lower_sharded(platform, slope, specs, specs[0], *args)
 
 
 def shapes(rows, dtype, inputs=8192, rank=6336, outputs=28672):

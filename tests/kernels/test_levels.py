@@ -9,9 +9,11 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
 
 from pallas_kernels import _dispatch
 from pallas_kernels._parameters import gpu_parameters, tpu_parameters
+from pallas_kernels._varying import typed_like
 from tests.kernels import levels
 
 
@@ -93,6 +95,23 @@ def test_lowering_refuses_sizes_that_interpret_mode_takes():
 def test_lowering_refuses_a_program_without_a_kernel(platform):
     with pytest.raises(AssertionError, match="no Pallas kernel"):
         levels.lower(platform, lambda x: x + 1, jnp.ones(8))
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_local_arrays_hold_a_kernel_that_says_how_its_output_varies(platform):
+    x, specs = jnp.ones((64, 128)), PartitionSpec("data")
+    parameters = gpu_parameters(4, 1) if platform == "cuda" else tpu_parameters()
+
+    def varying(x):
+        return pl.pallas_call(double, out_shape=typed_like(x.shape, x.dtype, x), compiler_params=parameters)(
+            x
+        )
+
+    assert "16x128" in levels.lower_sharded(platform, varying, (specs,), specs, x)
+    with pytest.raises(AssertionError, match="no Pallas kernel"):
+        levels.lower_sharded(platform, lambda x: x + 1, (specs,), specs, x)
+    with pytest.raises(ValueError, match=r"vary|varying|vma|manual_axis_type"):
+        levels.lower_sharded(platform, lambda x: call(double, x, parameters), (specs,), specs, x)
 
 
 def test_gpu_code_has_the_instructions_and_the_memory_that_are_asserted():
