@@ -10,11 +10,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from effml.quantize import QuantizationPlan, QuantizationRows
 
-__all__ = ["Progress", "about_training", "by_layer", "curves", "duration", "seconds_of", "summary"]
+__all__ = [
+    "Progress",
+    "about_training",
+    "by_layer",
+    "curves",
+    "duration",
+    "products_per_second",
+    "seconds_of",
+    "summary",
+]
 
 
-def seconds_of(plan: QuantizationPlan, windows: int, length: int) -> float:
-    """A rough guess from operation counts and one timed product."""
+def products_per_second() -> float:
+    """Operations per second of one large product."""
     import jax
     import jax.numpy as jnp
 
@@ -24,7 +33,12 @@ def seconds_of(plan: QuantizationPlan, windows: int, length: int) -> float:
     product(x, x).block_until_ready()
     started = time.perf_counter()
     product(x, x).block_until_ready()
-    rate = 2 * size**3 / (time.perf_counter() - started)  # operations per second
+    return 2 * size**3 / (time.perf_counter() - started)
+
+
+def seconds_of(plan: QuantizationPlan, windows: int, length: int) -> float:
+    """A rough guess from operation counts and one timed product."""
+    rate = products_per_second()
     weights = sum(row.inputs * row.outputs for row in plan.rows)
     seconds = 0.0
     if plan.weight_bits < 16:

@@ -1,4 +1,4 @@
-"""Pack a model into few bits: W4A4, W3A3, W4A16 and the like.
+"""Pack a model into few bits: W4A4, W3A3, W4A16 and the like, or about one bit a weight.
 
 The work goes on in OUT.partial until it is whole; after an interruption the same command goes on where it was.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from effml.cli import _quantize
+from effml.cli import _nanoquant, _quantize
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,9 +34,11 @@ class Command:
     model: Annotated[str, tyro.conf.Positional]
     """A folder written by effml, a Hugging Face folder, a .gguf file, or a name such as smollm2."""
     method: str = "gptq"
-    """rtn (round to nearest), gptq (errors made up for on calibration text), respinquant (learned rotations first)."""
-    bits: str = "W4A4"
-    """Bits of weights, activations, and keys and values, such as W4A4, W3A3, W4A16 or W4A4KV4."""
+    """rtn (round to nearest), gptq (errors made up for on calibration text), respinquant (learned rotations first),
+    nanoquant (binary factors, block by block)."""
+    bits: str | None = None
+    """Bits of weights, activations, and keys and values, such as W4A4 (the default), W3A3, W4A16 or W4A4KV4; for
+    nanoquant bits per weight, scales among them, such as 1.0 (the default), 0.8 or 0.55."""
     data: str | None = None
     """Text to calibrate on, its training side: a folder, a file, or stdlib (the default). rtn reads none."""
     out: Path | None = None
@@ -68,8 +70,26 @@ class Command:
     """respinquant: windows of such a step; none is as many as hold 512 tokens, and a quarter of all at most."""
     rounding: str | None = None
     """respinquant: gptq or rtn for the rotated weights; none is gptq."""
+    blocks: int | None = None
+    """nanoquant: stop after so many blocks. What is written is a valid model, the other blocks in full precision; the
+    same command with more goes on from there."""
+    epochs: int | None = None
+    """nanoquant: passes over the text of each kind of tuning (default: 8); 0 only factorises."""
+    iterations: int | None = None
+    """nanoquant: of the factorisation (default: 400)."""
+    multiple: int | None = None
+    """nanoquant: of every rank (default: 32); 8 wastes fewer bits of small kernels."""
+    gamma: float | None = None
+    """nanoquant: share of the mean in the second moments of what kernels read and give, 0 to 1 (default: 0.4)."""
+    init: str | None = None
+    """nanoquant: factors to start from: lb_admm (the default), dual_svid or dbf_admm."""
+    tuning_rate: float | None = None
+    """nanoquant: of dense weights (default: 1e-4; small models want ten times that); factors and scales learn at a
+    tenth of it."""
+    allow_over: bool = False
+    """nanoquant: accept kernels so small that their least rank takes more bits than asked for."""
     seed: int = 0
-    """Of the windows of text and the rotations' start."""
+    """Of the windows of text and the rotations' or factors' start."""
 
     def run(self) -> int:
         """Plans, and unless it is a dry run calibrates, rounds, packs and writes the model."""
@@ -86,9 +106,16 @@ class Command:
                 count(name, getattr(self, name))
         if self.exact and self.rank is not None:
             raise ValueError(f"rank={self.rank} and exact are two answers to one question; give one of them")
-        out = self.out or Path("runs/quantize") / f"{Path(self.model).name}-{self.bits}-{self.method}".lower()
-        if not self.dry_run:
+        one = self.method == "nanoquant"
+        bits = self.bits or ("1.0" if one else "W4A4")
+        out = self.out or Path("runs/quantize") / f"{Path(self.model).name}-{bits}-{self.method}".lower()
+        if not self.dry_run and not (one and _nanoquant.continues(out)):
             _check_new(out)
+        if one:
+            return _nanoquant.run(self, out)
+        for name in _nanoquant.OPTIONS:
+            if getattr(self, name) not in (None, False):
+                raise ValueError(f"--{name.replace('_', '-')} is for --method nanoquant, not {self.method!r}")
         loaded = models.load(self.model)
         if loaded.kind != "dense":
             raise ValueError(
@@ -97,11 +124,11 @@ class Command:
         plan = self._plan(loaded)
         self._refuse_unused(plan)
         if plan.needs_calibration:
-            self._window_shape(loaded, 2 * plan.batch if plan.steps else 1)
+            self.window_shape(loaded, 2 * plan.batch if plan.steps else 1)
         if self.dry_run:
             self._show(plan, loaded)
             return 0
-        tokens = self._windows(loaded) if plan.needs_calibration else None
+        tokens = self.windows(loaded) if plan.needs_calibration else None
         work = out.with_name(out.name + ".partial")
 
         def begin() -> None:
@@ -142,7 +169,7 @@ class Command:
             curves=_quantize.curves(rows),
             summary=_quantize.summary(rows),
             seconds=time.perf_counter() - started,
-            command=self._command(),
+            command=self.words(),
         )
         result.save(out / "result.json")
         quantize.WorkFolder.discard(work)
@@ -163,7 +190,7 @@ class Command:
 
         batch = self.batch
         if batch is None and self.method == "respinquant":
-            windows, length = self._window_shape(loaded)
+            windows, length = self.window_shape(loaded)
             batch = max(1, min(_TOKENS_OF_A_STEP // length, windows // 4))
         given = {"rank": self.rank, "steps": self.steps, "max_step": self.max_step, "batch": batch}
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -172,7 +199,7 @@ class Command:
         return quantize.plan(
             loaded.config,
             method=self.method,
-            bits=self.bits,
+            bits=self.bits or "W4A4",
             group_size=self.group_size,
             clip=None if self.no_clip else "mse",
             rounding=self.rounding,
@@ -202,7 +229,7 @@ class Command:
                         f"{rotation} and bits={plan.bits!r} have {why}"
                     )
 
-    def _window_shape(self, loaded: LoadedModel, least: int = 1) -> tuple[int, int]:
+    def window_shape(self, loaded: LoadedModel, least: int = 1) -> tuple[int, int]:
         """How many windows of text, and the tokens of each."""
         from effml.pipeline.evaluation import window_length
 
@@ -229,7 +256,7 @@ class Command:
             )
         return windows, length
 
-    def _windows(self, loaded: LoadedModel) -> np.ndarray:
+    def windows(self, loaded: LoadedModel) -> np.ndarray:
         """int32[windows, length + 1] of the text's training side, each behind the tokenizer's prefix."""
         import numpy as np
 
@@ -238,7 +265,7 @@ class Command:
         if loaded.tokenizer is None:
             raise ValueError(f"model {self.model!r} has no tokenizer, so it can't read calibration text")
         prefix = np.asarray(loaded.tokenizer.prefix_ids, np.int32)
-        windows, length = self._window_shape(loaded)
+        windows, length = self.window_shape(loaded)
         # More text than the windows need, so that they are of many places.
         source = self.data or "stdlib"
         corpus = data.load_corpus(source, max_bytes=max(40 * windows * length, 200_000))
@@ -261,7 +288,7 @@ class Command:
         before = _bytes(loaded.params)
         after = plan.packed_bytes + plan.kept_bytes
         Console().print(report.table(plan.summary()))
-        windows, length = self._window_shape(loaded) if plan.needs_calibration else (0, 0)
+        windows, length = self.window_shape(loaded) if plan.needs_calibration else (0, 0)
         print(
             f"{plan.method} {plan.bits}{rotated}: {before / 1e6:.1f} MB of parameters become {after / 1e6:.1f} MB; "
             f"about {_quantize.duration(_quantize.seconds_of(plan, windows, length))} on this machine"
@@ -275,11 +302,14 @@ class Command:
                 "more --calibration-tokens would do better"
             )
 
-    def _command(self) -> str:
+    def words(self) -> str:
+        """The command line that gives these options."""
         words = ["effml", "quantize", self.model]
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
-            if value != field.default or field.name in ("method", "bits"):
+            if field.name == "bits":
+                value = value or ("1.0" if self.method == "nanoquant" else "W4A4")
+            if value != field.default or field.name == "method":
                 name = "--" + field.name.replace("_", "-")
                 words += [name] if value is True else [name, str(value)]
         return shlex.join(words)
