@@ -9,6 +9,9 @@ r"""Attention of each query token to the key blocks that it chose.
 
 Which forms there are, by platform: `"xla"` everywhere, forward and backward; `"pallas"` on NVIDIA GPU, forward and
 backward, and on TPU the forward alone (its backward is XLA's).
+
+On a CPU with 1 key in 16 seen the XLA path was faster than dense attention, forward and with gradients, at all lengths
+tried from 256 to 8192 (`bench.py`, presets `crossover` and `cpu`); at 64 dense attention is the faster one.
 """
 
 from __future__ import annotations

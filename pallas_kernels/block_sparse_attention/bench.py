@@ -1,6 +1,6 @@
 """Time, bytes and ratios of block-sparse attention against dense attention, in one run.
 
-    python -m pallas_kernels.block_sparse_attention.bench [--preset cpu|gpu] [--out FILE.json]
+    python -m pallas_kernels.block_sparse_attention.bench [--preset cpu|crossover|gpu] [--out FILE.json]
 
 Bytes are a model: what each form must move when nothing stays in a cache but queries, sums and index of a row. On a
 machine without the device of a preset this stops with its reason.
@@ -55,6 +55,8 @@ PRESETS = {
         [Case(4096, heads=2), Case(4096, heads=4), Case(4096, heads=8), Case(8192, heads=2, slots=32)],
         3,
     ),
+    # From which length on the sparse form is the faster one, 1 key in 16 being seen.
+    "crossover": ([Case(tokens, heads=2, slots=tokens // 256) for tokens in (256, 512, 1024, 2048)], 15),
     "gpu": (
         [Case(32768, 32, 2, 64, block, 16, "bfloat16") for block in (16, 64)]
         + [Case(8192, 32, 8, 128, 64, 8, "bfloat16")],
