@@ -10,6 +10,7 @@ twice as fast.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,8 @@ def measure(inputs: int, outputs: int, bpw: float, iters: int, repeats: int) -> 
     rank = nanoquant.nanoquant_rank(inputs, outputs, bpw)
     key = jax.random.key(0)
     plain = torch_lb_admm(kernel, in_sq, out_sq, rank, iters)
-    arrays = [jnp.asarray(part) for part in (kernel, in_sq, out_sq)]
-    ours = lambda: float(nanoquant.lb_admm(key, *arrays, rank, iters=iters).err_installed)
+    solve = functools.partial(nanoquant.lb_admm, key, *map(jnp.asarray, (kernel, in_sq, out_sq)))
+    ours = lambda: float(solve(rank=rank, iters=iters).err_installed)
     seconds = take_turns({"ours": ours, "torch": plain}, repeats)
     return {
         "inputs": inputs,

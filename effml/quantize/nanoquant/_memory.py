@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from effml.nn.transformer import TransformerConfig, init_params, stack_layers
+from effml.nn.transformer import TransformerConfig, init_params
 from effml.quantize.nanoquant._rank import nanoquant_rank
 from effml.trees import path_name
 from pallas_kernels.binary_matmul import pack_signs
@@ -39,16 +40,19 @@ def model_bytes(config: TransformerConfig, bpw: float | int | None, *, multiple:
         >>> round(found["ratio"], 2), found["bits_per_weight"] <= 1.0
         (14.44, True)
     """
-    made = jax.eval_shape(lambda: stack_layers(init_params(jax.random.key(0), config)))
+    # Layers are alike: one is enough.
+    one = dataclasses.replace(config, num_layers=1)
+    made = jax.eval_shape(lambda: init_params(jax.random.key(0), one))
     dense = kept = packed = weights = 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(made)[0]:
-        size = 2 * math.prod(leaf.shape)
-        dense += size
         name = path_name(path)
+        layers = config.num_layers if name.startswith("layers.") else 1
+        size = 2 * layers * math.prod(leaf.shape)
+        dense += size
         if bpw is None or not (name.startswith("layers.") and name.endswith(".kernel")):
             kept += size
             continue
-        layers, d_in, d_out = leaf.shape
+        d_in, d_out = leaf.shape
         rank = nanoquant_rank(d_in, d_out, bpw, multiple=multiple)
         arrays = jax.eval_shape(lambda: _packed(d_in, d_out, rank))  # noqa: B023  (called at once)
         packed += layers * sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
