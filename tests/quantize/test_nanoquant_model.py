@@ -296,3 +296,20 @@ def test_it_refuses_before_any_work(tmp_path):
     with pytest.raises(ValueError, match="projections apart"):
         go(transformer.join_projections(small.params()))
     assert not (tmp_path / "work").exists()
+
+
+def test_a_file_means_what_the_documented_format_says(whole):
+    """The reader of docs/packed_format.md, which needs nothing but NumPy."""
+    import re
+
+    page = (Path(__file__).parents[2] / "docs/packed_format.md").read_text()
+    reader: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, reader)
+    tensors = nanoquant.stored_tensors(whole.params, whole.config)
+    for name in ("layers.0.mlp.down", "layers.1.attention.key"):
+        parts = [tensors[f"{name}.binary.{part}"] for part in ("v_signs", "u_signs", "scale_in", "scale_out")]
+        found = reader["binary_kernel"](*parts[:2], *(one.astype(np.float32) for one in parts[2:]))
+        block, part = name.split(".")[2:]
+        layer = whole.params["layers"][int(name.split(".")[1])]
+        np.testing.assert_allclose(found, layer[block][part]["binary"].dense(), rtol=1e-5, atol=1e-6)
