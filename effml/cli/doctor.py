@@ -43,7 +43,7 @@ class Command:
                 f"  {module:<18} {'yes' if there else 'no '}  {purpose}" + ("" if there else f": {install}")
             )
         print("kernels")
-        for line in _kernels() or ["none in this version: every operation runs through XLA"]:
+        for line in _kernels():
             print(f"  {line}")
         x = np.random.default_rng(0).normal(size=(128, 128)).astype(np.float32)
         error = float(np.abs(np.asarray(jax.jit(lambda a: a @ a)(x)) - x @ x).max() / np.abs(x @ x).max())
@@ -59,11 +59,18 @@ def _version(package: str) -> str:
 
 
 def _kernels() -> list[str]:
-    import pallas_kernels
+    import jax
 
-    lines = []
+    import pallas_kernels
+    from pallas_kernels import _native
+
+    lines = [f"{'native code':<24} {line}" for line in _native.describe()]
     for module in pkgutil.iter_modules(pallas_kernels.__path__):
         if module.ispkg:
             op = importlib.import_module(f"pallas_kernels.{module.name}")
             lines += [f"{module.name:<24} {line}" for line in op.availability()]
+    if tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11):
+        lines.append(
+            "Pallas's Triton lowering, which the GPU kernels use, is deprecated by this JAX; it works up to 0.12"
+        )
     return lines

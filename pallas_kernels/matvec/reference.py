@@ -29,7 +29,11 @@ def matvec(x: Array, kernel: Array, *, transposed: bool = False) -> Array:
     common = jnp.promote_types(x.dtype, kernel.dtype)
     wide = jnp.promote_types(common, jnp.float32)
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
-    return lax.dot_general(x.astype(common), kernel.astype(common), contract, preferred_element_type=wide)
+    # Without it a GPU and a TPU round float32 to fewer bits before they multiply.
+    exact = lax.Precision.HIGHEST
+    return lax.dot_general(
+        x.astype(common), kernel.astype(common), contract, precision=exact, preferred_element_type=wide
+    )
 
 
 def unpack(codes: Array, scale: Array, *, bits: int, inputs: int) -> Array:
