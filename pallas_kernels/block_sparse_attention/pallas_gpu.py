@@ -353,7 +353,9 @@ def key_gradients(
         at = first + lax.iota(jnp.int32, width)
         within = pl.ds(first, width)
         keys, values = k[here, within, :], v[here, within, :]
-        key_segment = key_segments[geometry.segment_block(here), within] if geometry.segmented else None
+        key_segment: Any = None
+        if geometry.segmented:
+            key_segment = key_segments[geometry.segment_block(here), within]
 
         def step(i, carry):
             pairs = begin + i * many + lax.iota(jnp.int32, many)

@@ -128,7 +128,7 @@ def _call(piece, *, k, v, key_segments, geometry: Geometry, slots: int, interpre
 
 def _kernel(ids, positions, segments, q, *references, geometry: Geometry, slots: int, steps: int):
     keys, values = references[:slots], references[slots : 2 * slots]
-    key_segments = references[2 * slots : 3 * slots] if geometry.segmented else [None] * slots
+    key_segments: Any = references[2 * slots : 3 * slots] if geometry.segmented else [None] * slots
     o, largest, total, acc = references[-4:]
     row, step = pl.program_id(0), pl.program_id(1)
 
