@@ -63,8 +63,19 @@ def test_scores_worked_out_in_pieces_choose_the_same(monkeypatch):
 
     q, k = rows(130)
     whole = ssa.select_blocks(q, k, block_size=8, num_blocks=4).indices
-    monkeypatch.setattr(_select, "_SCORE_BYTES", 4 * 4 * 17 * 30)
+    monkeypatch.setattr(_select, "_CPU_BYTES", 4 * 4 * 17 * 30)  # 30 tokens
+    _select.choose.clear_cache()
+    text = _select.choose.lower(
+        q,
+        jnp.zeros((1, 2, 17, 8)),
+        first=jnp.zeros((1, 130), int),
+        position=jnp.zeros((1, 130), int),
+        block_size=8,
+        num_blocks=4,
+    ).as_text()
+    assert "while" in text
     np.testing.assert_array_equal(ssa.select_blocks(q, k, block_size=8, num_blocks=4).indices, whole)
+    _select.choose.clear_cache()
 
 
 def test_a_segment_chooses_as_if_it_were_alone_traced_or_not():

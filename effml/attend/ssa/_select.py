@@ -39,7 +39,8 @@ __all__ = [
     "wide_type",
 ]
 
-_SCORE_BYTES = 2**25  # scores of queries against all pooled keys that exist at once
+# Scores of queries against all pooled keys that exist at once: on CPU what its caches hold, else what fills a device.
+_CPU_BYTES, _DEVICE_BYTES = 2**22, 2**28
 
 
 class BlockSelection(NamedTuple):
@@ -246,7 +247,8 @@ def choose(
         return found.swapaxes(1, 2).astype(jnp.int32)
 
     row_bytes = batch * heads * blocks * jnp.dtype(wide).itemsize
-    indices = in_parts(part, max(1, _SCORE_BYTES // row_bytes), query, first, position)
+    at_once = _CPU_BYTES if jax.default_backend() == "cpu" else _DEVICE_BYTES
+    indices = in_parts(part, max(1, at_once // row_bytes), query, first, position)
     return jnp.pad(indices, [(0, 0)] * 3 + [(0, num_blocks - slots)], constant_values=-1)
 
 
