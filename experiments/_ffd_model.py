@@ -1,8 +1,9 @@
-"""A tiny language model that reads 1,024 bytes and copies what was planted far back: FFD's and no other's testbed.
+"""A tiny language model that reads 1,024 bytes and copies what was planted far back.
 
-Text is the Python standard library's own source (bytes below 128). *Needles* are strings of eight distinct bytes of 128
-and above, which no text has; each is planted once, and once more later, where its first byte tells which one to copy.
-Most steps are taken on short windows, the last ones on windows of the full length.
+Text is the Python standard library's own source (bytes below 128). Bytes of 128 and above, which no text has, are
+*needles*: one of 7 values for each of 16 keys. A needle is planted somewhere in the text; further on a byte stands that
+asks for its key, and then the needle again, which can only be known by looking back at the one row that holds it.
+Copying is learned on short windows full of needles, text and distance on longer ones.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import optax
 
 from effml import data
 from effml.nn import transformer
+from effml.optimize import make_optimizer
 from effml.train import schedule
 
-NEEDLE = 8  # bytes of a needle; all but the first are to be copied
+KEYS, VALUES = 16, 7  # byte 128 + 7 key + value is a needle, 240 + key asks for it
 COPY_WEIGHT = 4.0
+VECTOR_RATE = 3e-3
+CHUNK = 20  # steps of one compiled call
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,9 @@ class NeedleModelConfig:
     heads: int = 6
     kv_heads: int = 2
     mlp_width: int = 256
-    length: int = 1024
-    short: int = 256
-    batch: int = 16
-    steps: int = 700
-    long_steps: int = 120
-    rate: float = 3e-3
-    needles: int = 3
+    # Steps, windows a step, bytes of a window, needles in it.
+    phases: tuple[tuple[int, int, int, int], ...] = ((60, 32, 64, 10), (160, 16, 256, 14), (80, 4, 1024, 16))
+    rate: float = 0.02
     text_bytes: int = 4_000_000
 
     def model(self) -> transformer.TransformerConfig:
@@ -52,7 +52,7 @@ class NeedleModelConfig:
             num_kv_heads=self.kv_heads,
             head_size=32,
             mlp_width=self.mlp_width,
-            max_length=4 * self.length,
+            max_length=4 * self.phases[-1][2],
             initializer_std=0.06,
         )
 
@@ -87,86 +87,89 @@ class Planted(NamedTuple):
 
 
 def plant(text: np.ndarray, shape: tuple[int, ...], length: int, needles: int, seed: int) -> Planted:
-    """Windows of text at random places, each with so many needles, planted and repeated in random order."""
+    """Windows of text at random places, each with so many needles of different keys, and later what asks for them."""
     rng = np.random.default_rng(seed)
     count = int(np.prod(shape))
     starts = rng.integers(0, len(text) - length - 1, count)
     tokens = text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
     copied = np.zeros((count, length), bool)
-    slots = (length + 1) // (NEEDLE + 1)
+    slots = (length + 1) // 2
     for row in range(count):
-        strings = 128 + rng.permutation(128)[: needles * NEEDLE].reshape(needles, NEEDLE)
-        # Any pairing of places will do: the earlier one of a pair is the needle.
-        places = (rng.permutation(slots)[: 2 * needles] * (NEEDLE + 1)).reshape(2, needles)
-        for string, pair in zip(strings, places.T):
-            for place in pair:
-                tokens[row, place : place + NEEDLE] = string
-            copied[row, pair.max() : pair.max() + NEEDLE - 1] = True
+        keys = rng.permutation(KEYS)[:needles]
+        needle = 128 + VALUES * keys + rng.integers(0, VALUES, needles)
+        # Any pairing of places will do: the earlier one of a pair is the needle's.
+        pairs = 2 * np.sort(rng.permutation(slots)[: 2 * needles].reshape(2, needles), axis=0)
+        tokens[row, pairs[0]] = needle
+        tokens[row, pairs[1]] = 240 + keys
+        tokens[row, pairs[1] + 1] = needle
+        copied[row, pairs[1]] = True
     return Planted(tokens.reshape(*shape, length + 1), copied.reshape(*shape, length))
 
 
 def plant_at_end(text: np.ndarray, count: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Needle tests: one needle at evenly spread depths, its first byte again near the end, then the rest of it.
+    """Needle tests: needles of all keys, one of them at an evenly spread depth; the last two bytes ask for it.
 
     Returns:
-        int32[count, length] of which the last `NEEDLE - 1` predictions are the copy, and the depths.
+        int32[count, length], and the depths in bytes.
     """
     rng = np.random.default_rng(seed)
     starts = rng.integers(0, len(text) - length, count)
     tokens = text[starts[:, None] + np.arange(length)].astype(np.int32)
-    depths = np.linspace(0, length - 4 * NEEDLE, count).astype(int)
+    depths = np.linspace(0, length - 16, count).astype(int)
     for row, depth in zip(tokens, depths):
-        string = 128 + rng.permutation(128)[:NEEDLE]
-        row[depth : depth + NEEDLE] = string
-        row[-NEEDLE:] = string
+        keys = rng.permutation(KEYS)
+        needles = 128 + VALUES * keys + rng.integers(0, VALUES, KEYS)
+        row[rng.permutation(length - 8)[: KEYS - 1]] = needles[1:]
+        row[depth] = needles[0]
+        row[-2:] = 240 + keys[0], needles[0]
     return tokens, depths
 
 
 def train(config: NeedleModelConfig, text: Text, seed: int, say: Any = None) -> dict[str, Any]:
-    """Adam with warm-up and a cosine, short windows first; layers come back unrolled."""
+    """Muon with warm-up and a cosine over all phases; layers come back unrolled."""
+    optimizer = _optimizer(config)
     params = transformer.stack_layers(transformer.init_params(jax.random.key(seed), config.model()))
-    state = None
-    long_batch = max(1, config.batch * config.short // config.length)
-    phases = ((config.steps, config.short, config.batch, 0), (config.long_steps, config.length, long_batch, config.steps))
-    for phase, (steps, length, batch, begun) in enumerate(phases):
-        chunk = 20
-        for start in range(0, steps, chunk):
-            size = min(chunk, steps - start)
-            needles = config.needles if length == config.short else 2 * config.needles
-            planted = plant(text.train, (size, batch), length, needles, 7919 * seed + 10 * (begun + start) + phase)
-            run = _trainer(config)
-            params, state, losses = run(params, state, planted.tokens, planted.copied, jnp.int32(begun + start))
-            if say is not None and (start // chunk) % 5 == 4:
-                say(f"  step {begun + start + size}: text {losses[-1, 0]:.3f}, copies {losses[-1, 1]:.3f} nats")
+    state = optimizer.init(params)
+    for phase, (steps, batch, length, needles) in enumerate(config.phases):
+        for start in range(0, steps, CHUNK):
+            size = min(CHUNK, steps - start)
+            draw = 1_000_003 * seed + 1009 * phase + start
+            planted = plant(text.train, (size, batch), length, needles, draw)
+            params, state, losses = _run(params, state, planted.tokens, planted.copied, config=config)
+            if say is not None and start + size in (steps // 2 // CHUNK * CHUNK, steps):
+                of_text, of_copies = np.asarray(losses).mean(0)
+                say(f"  {length} bytes, step {start + size}: text {of_text:.3f}, copies {of_copies:.3f} nats")
     return transformer.unstack_layers(params)
 
 
 @functools.lru_cache(maxsize=4)
-def _trainer(config: NeedleModelConfig) -> Any:
-    total = config.steps + config.long_steps
-    shape = schedule("cosine", config.rate, total, warmup_fraction=0.05, final_fraction=0.05)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b1=0.9, b2=0.98))
-    model = config.model()
+def _optimizer(config: NeedleModelConfig) -> optax.GradientTransformation:
+    shape = schedule(
+        "cosine", 1.0, sum(phase[0] for phase in config.phases), warmup_fraction=0.05, final_fraction=0.05
+    )
+    return make_optimizer(
+        "muon",
+        learning_rate=lambda step: config.rate * shape(step),
+        vector_learning_rate=lambda step: VECTOR_RATE * shape(step),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _run(params: Any, state: Any, tokens: jax.Array, copied: jax.Array, *, config: NeedleModelConfig) -> Any:
+    model, optimizer = config.model(), _optimizer(config)
 
     def loss(params: Any, tokens: jax.Array, copied: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = transformer.forward(params, tokens[:, :-1], model).logits
         nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
-        # The first byte of a needle can't be known, and counts nothing.
-        known = tokens[:, 1:] < 128
+        known = tokens[:, 1:] < 128  # a needle's first showing can't be known, and counts nothing
         mean = lambda weight: (nats * weight).sum() / jnp.maximum(weight.sum(), 1)
-        weights = known + COPY_WEIGHT * copied
-        return mean(weights), jnp.stack([mean(known), mean(copied)])
+        return mean(known + COPY_WEIGHT * copied), jnp.stack([mean(known), mean(copied)])
 
-    @jax.jit
-    def run(params: Any, state: Any, tokens: jax.Array, copied: jax.Array, begun: jax.Array) -> Any:
-        def step(carry: Any, batch: Any) -> Any:
-            params, state, count = carry
-            gradient, seen = jax.grad(loss, has_aux=True)(params, *batch)
-            updates, state = optimizer.update(gradient, state)
-            params = jax.tree.map(lambda p, u: p - shape(count) * u, params, updates)
-            return (params, state, count + 1), seen
+    def step(carry: Any, batch: Any) -> Any:
+        params, state = carry
+        gradient, seen = jax.grad(loss, has_aux=True)(params, *batch)
+        updates, state = optimizer.update(gradient, state, params)
+        return (optax.apply_updates(params, updates), state), seen
 
-        (params, state, _), losses = jax.lax.scan(step, (params, state, begun), (tokens, copied))
-        return params, state, losses
-
-    return lambda params, state, *rest: run(params, optimizer.init(params) if state is None else state, *rest)
+    (params, state), losses = jax.lax.scan(step, (params, state), (tokens, copied))
+    return params, state, losses

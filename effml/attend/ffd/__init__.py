@@ -29,7 +29,7 @@ probe that reads residuals (`pseudo_fp`), `certified`, sinks in full precision, 
 
 from __future__ import annotations
 
-from effml.attend.ffd._attention import ffd_attention, kept_mass
+from effml.attend.ffd._attention import bytes_read, ffd_attention, kept_mass
 from effml.attend.ffd._cache import QuantizedKV, append, init_cache, prefill, room_in_block, stored_rows
 from effml.attend.ffd._decoding import FFDAttention, FFDCaches, FFDConfig, decoding_options
 from effml.attend.ffd._module import FFDSelfAttention
@@ -49,6 +49,7 @@ __all__ = [
     "FFDStats",
     "QuantizedKV",
     "append",
+    "bytes_read",
     "decoding_options",
     "delta_from_ratio",
     "dequantize",

@@ -15,7 +15,7 @@ from effml._validate import one_of
 from effml.attend.ffd._cache import QuantizedKV, stored_rows
 from pallas_kernels.ffd_decode import FFDStats, dequantize, ffd_decode
 
-__all__ = ["ffd_attention", "kept_mass"]
+__all__ = ["bytes_read", "ffd_attention", "kept_mass"]
 
 QUERIES = ("each", "together")
 
@@ -179,6 +179,44 @@ def _kept_mass(q: Array, cache: QuantizedKV, kept: Array, scale: float | None) -
     everything = weights.sum(-1)
     share = jnp.where(read[:, :, :, None], weights, 0).sum(-1) / jnp.where(everything == 0, 1, everything)
     return jnp.where(everything == 0, 1.0, share).reshape(batch, *lead, -1)
+
+
+def bytes_read(
+    cache: QuantizedKV, kept: Bool[Array, "batch kv_heads blocks"], *, threshold: str = "pseudo_fp"
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+    """Bytes of keys and values that one step reads for each sequence, and those that dense attention would.
+
+    Codes and scales of every full block, residuals and values of kept ones, residuals of the probed ones (twice where
+    they are kept), and the rows that are always read. Dense attention reads all rows at the width of the values.
+
+    Args:
+        cache: one layer's cache.
+        kept: blocks that were read, as `FFDStats.kept`.
+        threshold: how they were chosen: `"pseudo_fp"` probes residuals of two blocks, `"exact"` of all.
+
+    Returns:
+        float32[batch] each.
+
+    Example:
+        >>> from effml.attend.ffd import append, init_cache
+        >>> cache = init_cache(batch=1, max_len=640, kv_heads=1, head_dim=64, block=128)
+        >>> cache = append(cache, *2 * [jnp.ones((1, 640, 1, 64))])
+        >>> read, dense = bytes_read(cache, jnp.array([[[True, False, False, False, True]]]))
+        >>> float(read[0]), float(dense[0])
+        (77056.0, 163840.0)
+    """
+    one_of("threshold", threshold, ("pseudo_fp", "pseudo", "exact", "certified"))
+    heads, head, value = cache.k_tail.shape[1], cache.k_tail.shape[3], cache.v.shape[3]
+    of_code = cache.k_code.shape[-1] * cache.block + head * cache.k_scale.dtype.itemsize
+    of_resid = cache.block * head * cache.k_resid.dtype.itemsize
+    wide = cache.v.dtype.itemsize
+    blocks = cache.num_blocks.astype(jnp.float32)
+    probed = {"pseudo_fp": jnp.minimum(blocks, 2), "exact": blocks}.get(threshold, jnp.zeros_like(blocks))
+    always = jnp.minimum(cache.length, cache.sink) + cache.tail_len
+    row = (head + value) * wide
+    read = heads * (blocks * of_code + probed * of_resid + always * row)
+    read += kept.sum((1, 2)) * float(of_resid + cache.block * value * wide)
+    return read, cache.length.astype(jnp.float32) * (heads * row)
 
 
 def _check(q: Array, cache: QuantizedKV, k_new: Array | None, v_new: Array | None) -> None:
