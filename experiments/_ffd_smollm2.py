@@ -17,6 +17,7 @@ Finished selectors are kept below `~/.cache/effml/ffd-smollm2`, so that a job th
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -41,6 +42,7 @@ from experiments._respinquant_smollm2 import texts
 BLOCK, CHUNK, OWN_ROWS = 128, 512, 64
 DELTAS = (5.0, 7.0)
 TASKS = ("single", "multikey", "multivalue", "tracking")
+NAMES = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron"]
 SCORED = {"text": 512, **dict.fromkeys(TASKS, 64)}
 JOBS = (
     *(("text", 8192, index) for index in range(2)),
@@ -88,7 +90,7 @@ def build(task: str, length: int, index: int, tokenizer: Any) -> tuple[np.ndarra
         return whole[start : start + length + 1], SCORED["text"]
     rng = np.random.default_rng(1000 * index + TASKS.index(task))
     number = lambda: "".join(map(str, rng.integers(0, 10, 6)))
-    names = [str(name) for name in rng.permutation("amber birch cedar delta ember fjord grove heron".split())]
+    names = [str(name) for name in rng.permutation(NAMES)]
     told = (
         "A special magic number is hidden in the following text. Remember it. I will ask for it afterwards.\n"
     )
@@ -106,7 +108,7 @@ def build(task: str, length: int, index: int, tokenizer: Any) -> tuple[np.ndarra
     else:
         value, chain = number(), [f"X{letter}" for letter in rng.permutation(list("ABCDEFGH"))[:4]]
         needles = [f"\nVAR {chain[0]} = {value}.\n"]
-        needles += [f"\nVAR {new} = VAR {old}.\n" for old, new in zip(chain, chain[1:])]
+        needles += [f"\nVAR {new} = VAR {old}.\n" for old, new in itertools.pairwise(chain)]
         told = "Memorize the chains of variable assignments that are hidden in the following text.\n"
         question = (
             f"\nFind all variables that are assigned the value {value}.<|im_end|>\n<|im_start|>assistant\n"
@@ -277,8 +279,8 @@ def notes(table: list[dict[str, Any]]) -> list[str]:
                 for row in mine
             )
             lines.append(
-                f"SmolLM2-135M, {task}, {length:,} tokens, δ = {delta:g}, {mine[0]['keep']:.0%} of the blocks, nats per "
-                f"token lost{' (answers whole)' if task != 'text' else ''}: {shown}."
+                f"SmolLM2-135M, {task}, {length:,} tokens, δ = {delta:g}, {mine[0]['keep']:.0%} of the blocks, nats "
+                f"per token lost{' (answers whole)' if task != 'text' else ''}: {shown}."
             )
     return lines
 
@@ -317,8 +319,8 @@ def write() -> Path:
     lines = [
         "# FFD on SmolLM2-135M",
         "",
-        f"Blocks of {BLOCK} rows; {texts()[0]}. For text nats and tokens are those of the last {SCORED['text']} rows, for "
-        "the other tasks those of the answer.",
+        f"Blocks of {BLOCK} rows; {texts()[0]}. For text nats and tokens are those of the last {SCORED['text']} rows, "
+        "for the other tasks those of the answer.",
         "",
         report.markdown_table(table, COLUMNS),
         "",
