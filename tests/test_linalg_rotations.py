@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,6 +136,26 @@ def test_a_step_stays_on_the_rotations_and_goes_downhill(exact, limit):
     aw, identity = step[:, None, None] * w, np.eye(9)
     expected = (np.linalg.inv(identity - aw / 2) @ (identity + aw / 2) @ x.swapaxes(-1, -2)).swapaxes(-1, -2)
     np.testing.assert_allclose(moved.matrix, expected, atol=1e-10 if exact else 1e-3)
+
+
+@pytest.mark.parametrize("size", [8, 40])
+def test_products_alone_reach_the_rotation_where_a_step_is_largest(size):
+    """A start and a gradient along the axes: ||a W|| is 1, and five products leave 1e-2."""
+    gradient = np.roll(np.eye(size, dtype=np.float32), size // 2, axis=0)
+    gradient[: size // 2] *= -1
+    step = functools.partial(linalg.cayley_step, jnp.eye(size), jnp.asarray(gradient), exact=False)
+    found = step().matrix
+    assert float(linalg.orthogonality_error(step(iters=5).matrix)) > 5e-3
+    assert float(linalg.orthogonality_error(found)) < 2e-6
+    np.testing.assert_allclose(found, linalg.cayley_step(jnp.eye(size), gradient).matrix, atol=2e-6)
+    with jax.enable_x64(True):
+        wide = linalg.cayley_step(jnp.eye(size), jnp.asarray(gradient, jnp.float64), exact=False).matrix
+        assert float(linalg.orthogonality_error(wide)) < 1e-14
+
+
+def test_products_that_do_not_converge_end():
+    w = skew(2, 2)
+    assert np.isfinite(linalg.cayley(jnp.asarray(1.99 * w / np.linalg.norm(w, 2)), exact=False)).all()
 
 
 def test_a_zero_gradient_moves_nothing_and_nothing_is_nan():

@@ -159,8 +159,6 @@ class Command:
                 "calibration": (self.data or "stdlib") if plan.needs_calibration else None,
             },
         )
-        # The library that writes tensors makes files for their owner alone.
-        (out / "model.safetensors").chmod((out / "effml.json").stat().st_mode & 0o777)
         result = report.Result(
             method="quantize",
             preset="cpu",
@@ -235,9 +233,6 @@ class Command:
 
         prefix = 0 if loaded.tokenizer is None else len(loaded.tokenizer.prefix_ids)
         most = loaded.config.max_length - prefix
-        trained = loaded.extra.get("trained_length", 2)
-        if type(trained) is not int or trained < 2:
-            raise ValueError(f"{loaded.source}: trained_length={trained!r} must be an integer, 2 or more")
         length = self.calibration_length
         if length is None:
             length = min(window_length(loaded), most)

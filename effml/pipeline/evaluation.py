@@ -49,12 +49,18 @@ class Evaluation:
 def window_length(loaded: Any) -> int:
     """The tokens in one window when nobody chose: what the model was trained with, else 512.
 
+    Raises:
+        ValueError: if what its folder says about that is no length.
+
     Example:
         >>> from types import SimpleNamespace
         >>> window_length(SimpleNamespace(extra={"trained_length": 128}))
         128
     """
-    return int(loaded.extra.get("trained_length", _WINDOW))
+    length = loaded.extra.get("trained_length", _WINDOW)
+    if type(length) is not int or length < 2:
+        raise ValueError(f"{loaded.source}: trained_length={length!r} must be an integer, 2 or more")
+    return length
 
 
 def attention_options(

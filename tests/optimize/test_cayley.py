@@ -142,3 +142,11 @@ def test_what_is_no_rotation_is_refused():
     for options in ({"max_step": 0.0}, {"max_step": float("inf")}, {"iters": 0}, {"renorm_every": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             scale_by_cayley(**options)
+
+
+def test_one_step_by_products_alone_stays_orthogonal_where_gradients_lie_along_the_axes():
+    target = np.roll(np.eye(16), 8, axis=0)
+    target[:8] *= -1
+    (moved,), state = minimize(target, np.eye(16), 1, exact=False)
+    assert float(state.step["r"]) > 0.4
+    assert np.abs(moved.mT @ moved - np.eye(16)).max() < 2e-6

@@ -75,6 +75,13 @@ def test_two_loads_of_one_configuration_share_a_compiled_program(loaded, corpus)
     assert after.hits - before.hits >= 1
 
 
+@pytest.mark.parametrize("length", [0, -5, 1, 2.5, "128", True, None])
+def test_a_trained_length_that_is_none_is_named(length, loaded, corpus):
+    edited = dataclasses.replace(loaded, extra={"trained_length": length})
+    with pytest.raises(ValueError, match=r"model: trained_length=.* must be an integer, 2 or more"):
+        evaluate_model(edited, corpus)
+
+
 def test_a_loss_that_is_not_finite_is_an_error(loaded, corpus):
     broken = dataclasses.replace(loaded, params=jax.tree.map(lambda leaf: leaf * np.nan, loaded.params))
     with pytest.raises(ValueError, match="gives no finite loss"):

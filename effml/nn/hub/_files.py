@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 import tempfile
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import numpy as np
 
 __all__ = ["SafeTensors", "new_folder", "read_json", "write_json", "write_safetensors"]
+
+_CHECKSUMS = "effml.crc32"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -64,6 +68,8 @@ class SafeTensors:
         shapes: shape of every tensor, known without reading any.
         byte_count: size of the files.
 
+    Tensors of files that `write_safetensors` made are compared with their checksums when they are read.
+
     Raises:
         ValueError: if a file is missing, cut short or damaged, or holds numbers of a type that is not
             allowed.
@@ -85,8 +91,10 @@ class SafeTensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.byte_count = 0
         self._file_of: dict[str, Path] = {}
+        self._checksums: dict[Path, dict[str, str]] = {}
         for path in sorted(files):
             with _opened(path) as handle:
+                self._checksums[path] = _checksums_in(path, handle)
                 for name in handle.keys():  # noqa: SIM118 (the handle is no mapping)
                     part = handle.get_slice(name)
                     if types is not None and part.get_dtype() not in types:
@@ -105,9 +113,21 @@ class SafeTensors:
             )
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor called `name`, in its stored type."""
-        with _opened(self._file_of[name]) as handle:
-            return handle.get_tensor(name)
+        """The tensor called `name`, in its stored type.
+
+        Raises:
+            ValueError: if it is not what was written.
+        """
+        path = self._file_of[name]
+        with _opened(path) as handle:
+            tensor = handle.get_tensor(name)
+        wanted = self._checksums[path]
+        if wanted and wanted[name] != _checksum(name, tensor):
+            raise ValueError(
+                f"{path}: tensor {name!r} is not what was written (its checksum is another): the file is damaged, "
+                "fetch or make it again"
+            )
+        return tensor
 
 
 @contextlib.contextmanager
@@ -125,10 +145,31 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from None
 
 
+def _checksum(name: str, tensor: np.ndarray) -> str:
+    """CRC-32 of a tensor's name, type, shape and bytes, as eight hexadecimal digits."""
+    state = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+    return f"{zlib.crc32(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data, state):08x}"
+
+
+def _checksums_in(path: Path, handle: Any) -> dict[str, str]:
+    """Of every tensor, where the file has them: one after the other, in the order of the sorted names."""
+    found, names = (handle.metadata() or {}).get(_CHECKSUMS), sorted(handle.keys())
+    if found is None:
+        return {}
+    if len(found) != 8 * len(names):
+        raise ValueError(
+            f"{path}: the checksums are not those of its tensors: damaged, fetch or make it again"
+        )
+    return {name: found[8 * i : 8 * i + 8] for i, name in enumerate(names)}
+
+
 def write_safetensors(
     path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes named arrays (NumPy or JAX, any shape) to one safetensors file.
+    """Writes named arrays (NumPy or JAX, any shape) to one safetensors file, with a checksum of each.
+
+    Readers who do not know of checksums (the metadata `effml.crc32`) need not. The file's mode follows the umask, as
+    that of any other file does.
 
     Raises:
         OSError: where the file can't be written, a full disk among the reasons.
@@ -143,11 +184,19 @@ def write_safetensors(
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    arrays = {name: np.asarray(value, order="C") for name, value in tensors.items()}
+    checksums = "".join(_checksum(name, arrays[name]) for name in sorted(arrays))
+    # The library writes for the owner alone; a file made in the ordinary way tells what the umask allows.
+    new = not path.exists()
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     try:
-        save_file(arrays, path, metadata={"format": "pt", **(metadata or {})})
+        save_file(arrays, path, metadata={"format": "pt", **(metadata or {}), _CHECKSUMS: checksums})
     except SafetensorError as error:
+        if new:
+            path.unlink(missing_ok=True)
         raise OSError(f"{path} can't be written: {error}") from None
+    path.chmod(mode)
 
 
 @contextlib.contextmanager
@@ -189,7 +238,11 @@ def new_folder(folder: str | os.PathLike[str], owned: Collection[str]) -> Iterat
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-new-", dir=target.parent))
     try:
         yield temporary
-        temporary.chmod(0o755)
+        # A temporary folder is for its owner alone; one made in the ordinary way tells what the umask allows.
+        ordinary = temporary / ".mode"
+        ordinary.mkdir()
+        temporary.chmod(stat.S_IMODE(ordinary.stat().st_mode))
+        ordinary.rmdir()
         if target.exists():
             retired = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
             os.replace(target, retired)
