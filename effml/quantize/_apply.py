@@ -21,7 +21,7 @@ from effml.quantize._gptq import RoundedKernel, gptq, rtn
 from effml.quantize._host import on_host
 from effml.quantize._model import PackedConfig
 from effml.quantize._packed import PackedTensor
-from effml.quantize._plan import QuantizationPlan
+from effml.quantize._plan import QuantizationPlan, check_plan
 from effml.quantize._work import WorkFolder, digest
 from effml.quantize.respinquant._prepare import split_windows
 from effml.trees import path_name
@@ -51,12 +51,12 @@ class QuantizationRows(list[dict[str, Any]]):
 
 
 def apply(
-    plan: QuantizationPlan,
-    model_params: Mapping[str, Any],
+    plan: QuantizationPlan | Any,
+    model_params: Mapping[str, Any] | Any,
     config: TransformerConfig,
     calibration_tokens: Any = None,
     *,
-    key: Array,
+    key: Array | Any,
     work: str | os.PathLike[str] | None = None,
     progress: ApplyProgress | None = None,
 ) -> tuple[dict[str, Any], PackedConfig, QuantizationRows]:
@@ -83,10 +83,10 @@ def apply(
         `distance` and `residual_error` of the skip around the kernel.
 
     Raises:
-        ValueError: for a plan of another model, parameters that are not finite, calibration tokens that are missing,
-            too few or unreadable, or the work folder of another run: all before any work. For activations that are
-            not finite, naming layer and kernel; the work folder keeps what was done before.
-        TypeError: under `jit`.
+        ValueError: for a plan of another model or one that was edited, parameters that are not finite, calibration
+            tokens that are missing, too few or unreadable, or the work folder of another run: all before any work. For
+            activations that are not finite, naming layer and kernel; the work folder keeps what was done before.
+        TypeError: under `jit`, or for anything but a plan, parameters and a key.
 
     Example:
         >>> from effml.quantize import plan
@@ -97,6 +97,12 @@ def apply(
         >>> packed["layers"][0]["mlp"]["up"]["packed"].shape, len(rows)
         ((32, 64), 14)
     """
+    if not isinstance(plan, QuantizationPlan):
+        check_plan(plan, config)
+    if not isinstance(model_params, Mapping) or "layers" not in model_params:
+        raise TypeError("model_params must be the parameters of a transformer, a dict with its layers")
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"key={key!r} must be a jax.random.key")
     on_host("quantize.apply", model_params, calibration_tokens, key)
     params = transformer.unstack_layers(model_params)
     _check(plan, params, config)
@@ -127,16 +133,15 @@ def _check(plan: QuantizationPlan, params: Mapping[str, Any], config: Transforme
             f"params have {len(params['layers'])} layers, the config says num_layers={config.num_layers}"
         )
     for row in plan.rows:
-        block, name = row.name.split(".")
-        found = params["layers"][row.layer][block] if row.layer < config.num_layers else {}
+        block, _, name = row.name.partition(".")
+        found = params["layers"][row.layer].get(block, {}) if row.layer < config.num_layers else {}
         kernel = found.get(name, {}).get("kernel")
         if kernel is None or np.shape(kernel) != (row.inputs, row.outputs):
             raise ValueError(
                 f"the plan has layers.{row.layer}.{row.name} as a kernel of {row.inputs} x {row.outputs}, the model "
                 f"{'has none' if kernel is None else f'has {np.shape(kernel)}'}: plan for this model, projections apart"
             )
-    if len(plan.rows) % config.num_layers:
-        raise ValueError(f"the plan's {len(plan.rows)} kernels are not those of {config.num_layers} layers")
+    check_plan(plan, config)
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not bool(jnp.isfinite(jnp.asarray(leaf)).all()):
             raise ValueError(f"{path_name(path)} holds values that are not finite; nothing was quantised")

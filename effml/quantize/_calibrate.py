@@ -60,7 +60,10 @@ def check_tokens(tokens: Any, config: TransformerConfig) -> np.ndarray:
         dtype('int32')
     """
     on_host("reading calibration tokens", tokens)
-    tokens = np.asarray(tokens)
+    try:
+        tokens = np.asarray(tokens)
+    except ValueError:
+        raise ValueError("calibration windows of different lengths: cut them to one") from None
     if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
         raise ValueError(
             f"calibration tokens of shape {tokens.shape} must be [windows, length + 1], "

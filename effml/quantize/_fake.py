@@ -96,7 +96,12 @@ def _through(x: Array, rounded: Array) -> Array:
 
 
 def fake_quant_act(
-    x: Float[Array, "*shape"], bits: int, *, sym: bool = False, axis: int = -1, group_size: int | None = None
+    x: Float[Array, "*shape"] | Any,
+    bits: int,
+    *,
+    sym: bool = False,
+    axis: int = -1,
+    group_size: int | None = None,
 ) -> Float[Array, "*shape"]:
     r"""Activations rounded with one dynamic scale per row (token), or per group of a row.
 
@@ -117,7 +122,7 @@ def fake_quant_act(
 
     Raises:
         ValueError: for other bits, or groups that do not fit.
-        TypeError: for bits that are no integer.
+        TypeError: for bits that are no integer, or an `x` that is not floating-point.
 
     Source: SpinQuant's quantiser with clip ratio 1 (Liu et al., arXiv 2405.16406), as ReSpinQuant uses it.
 
@@ -125,7 +130,7 @@ def fake_quant_act(
         >>> fake_quant_act(jnp.array([[0.0, 0.4, 1.0, 3.0]]), 2).tolist()
         [[0.0, 0.0, 1.0, 3.0]]
     """
-    if check_bits("bits", bits) == FULL:
+    if check_bits("bits", bits) == FULL or _nothing("x", x):
         return x
     grouped, restore = _grouped(jax.lax.stop_gradient(x), axis, group_size)
     if sym:
@@ -142,6 +147,13 @@ def fake_quant_act(
         zero = jnp.round(_over(-low, scale))
         rounded = scale * (jnp.clip(jnp.round(_over(grouped, scale)) + zero, 0, steps) - zero)
     return _through(x, restore(rounded))
+
+
+def _nothing(name: str, x: Any) -> bool:
+    """Whether there is nothing to round; raises where there is nothing that can be."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} is {x.dtype}; only real floating-point numbers are rounded")
+    return x.size == 0
 
 
 def _grouped(x: Array, axis: int, group_size: int | None) -> tuple[Array, Any]:
@@ -257,7 +269,7 @@ def codes_of(kernel: Array, scale: Array, top: Any) -> Array:
 
 
 def fake_quant_weight(
-    kernel: Float[Array, "*shape"],
+    kernel: Float[Array, "*shape"] | Any,
     bits: int,
     *,
     clip: str | None = "mse",
@@ -285,7 +297,7 @@ def fake_quant_weight(
         >>> fake_quant_weight(jnp.array([[0.4], [-1.0], [0.6]]), 2, clip=None).ravel().tolist()
         [0.0, -1.0, 1.0]
     """
-    if check_bits("bits", bits) == FULL:
+    if check_bits("bits", bits) == FULL or _nothing("kernel", kernel):
         return kernel
     check_weight(bits, clip)
     grouped, restore = _grouped(jax.lax.stop_gradient(kernel), axis, group_size)

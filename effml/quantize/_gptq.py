@@ -20,6 +20,7 @@ from jaxtyping import Array
 from effml._validate import count
 from effml.quantize._fake import check_weight, codes_of, scale_of
 from effml.quantize._host import on_host
+from effml.quantize.respinquant._forward import check_number
 
 __all__ = ["RoundedKernel", "gptq", "rtn"]
 
@@ -58,6 +59,7 @@ def rtn(kernel: Any, bits: int, *, clip: str | None = "mse", group_size: int | N
         A `RoundedKernel`.
 
     Raises:
+        TypeError: for a complex kernel, or under `jit`.
         ValueError: for a kernel that is not a finite matrix, other bits or clips, or groups that do not fit.
 
     Example:
@@ -72,6 +74,8 @@ def rtn(kernel: Any, bits: int, *, clip: str | None = "mse", group_size: int | N
 
 def _checked(function: str, kernel: Any) -> Array:
     on_host(function, kernel)
+    if np.iscomplexobj(kernel):
+        raise TypeError("kernel is complex; only real numbers are rounded")
     kernel = jnp.asarray(kernel, jnp.float32)
     if kernel.ndim != 2 or 0 in kernel.shape:
         raise ValueError(f"kernel of shape {kernel.shape} must be [in, out], neither of them 0")
@@ -100,7 +104,7 @@ def gptq(
     bits: int,
     *,
     block: int = 128,
-    percdamp: float | int = 0.01,
+    percdamp: float | int | Any = 0.01,
     clip: str | None = "mse",
     group_size: int | None = None,
 ) -> RoundedKernel:
@@ -123,6 +127,7 @@ def gptq(
         A `RoundedKernel`.
 
     Raises:
+        TypeError: for a complex kernel, or under `jit`.
         ValueError: for shapes that don't fit, values that are not finite, a Hessian that is not positive semidefinite,
             other bits or clips, or groups that do not fit.
 
@@ -139,6 +144,7 @@ def gptq(
     on_host("gptq", hessian)
     check_weight(bits, clip)
     kernel, block, top = _checked("gptq", kernel), count("block", block), 2 ** (bits - 1)
+    check_number("percdamp", percdamp)
     if not 0 < percdamp < np.inf:
         raise ValueError(f"percdamp={percdamp!r} must be finite and above 0")
     factor = _inverse_factor(np.asarray(hessian, np.float64), kernel.shape[0], float(percdamp))

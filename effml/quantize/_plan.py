@@ -18,11 +18,11 @@ from effml.quantize._fake import CLIPS, FULL, group_count
 from effml.quantize._model import KEEP_DTYPES, METHODS
 from effml.quantize._packed import packed_bytes
 from effml.quantize.respinquant import ROTATION_KINDS, transformer_spec
-from effml.quantize.respinquant._forward import check_training
+from effml.quantize.respinquant._forward import check_number, check_training
 from effml.quantize.respinquant._residual import check_rank
 from effml.trees import path_name
 
-__all__ = ["METHODS", "PlanRow", "QuantizationPlan", "parse_bits", "plan"]
+__all__ = ["METHODS", "PlanRow", "QuantizationPlan", "check_plan", "parse_bits", "plan"]
 
 _ROUNDINGS = ("rtn", "gptq")
 
@@ -46,7 +46,7 @@ def parse_bits(bits: str | Any) -> tuple[int, int, int]:
     """
     if not isinstance(bits, str):
         raise TypeError(f"bits={bits!r} must be text, such as 'W4A4'")
-    found = re.fullmatch(r"W(\d{1,2})(?:A(\d{1,2}))?(?:KV(\d{1,2}))?", bits.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"W(\d{1,2})(?:A(\d{1,2}))?(?:KV(\d{1,2}))?", bits.strip(), re.IGNORECASE | re.ASCII)
     if found is None:
         raise ValueError(f"bits={bits!r} is not known (allowed: W4A4, W3A3, W4A16, W4A4KV4 and the like)")
     weights, activations, rows = (FULL if part is None else int(part) for part in found.groups())
@@ -196,11 +196,12 @@ class QuantizationPlan:
         return {**content, "rows": list(content["rows"])}
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> QuantizationPlan:
+    def from_dict(cls, content: Mapping[str, Any] | Any) -> QuantizationPlan:
         """What `to_dict` gave.
 
         Raises:
-            ValueError: for fields that are missing or unknown.
+            ValueError: for fields that are missing or unknown. What they hold is checked by `apply`.
+            TypeError: for anything but a dict.
 
         Example:
             >>> QuantizationPlan.from_dict({"method": "rtn"})
@@ -208,13 +209,77 @@ class QuantizationPlan:
             ...
             ValueError: plan lacks weight_bits, ...
         """
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in content:
-            one_of("plan field", name, names)
-        if missing := [name for name in names if name not in content]:
-            raise ValueError(f"plan lacks {', '.join(missing)}")
-        rows = tuple(PlanRow(**row) for row in content["rows"])
-        return cls(**{**content, "rows": rows})
+        _check_fields("plan", content, cls)
+        if not isinstance(content["rows"], list | tuple):
+            raise ValueError(f"plan field rows must be a list, it is a {type(content['rows']).__name__}")
+        for row in content["rows"]:
+            _check_fields("plan row", row, PlanRow)
+        return cls(**{**content, "rows": tuple(PlanRow(**row) for row in content["rows"])})
+
+
+def _check_fields(what: str, content: Any, kind: type) -> None:
+    if not isinstance(content, Mapping):
+        raise TypeError(f"{what} must be a dict, this is a {type(content).__name__}")
+    names = [field.name for field in dataclasses.fields(kind)]
+    for name in content:
+        one_of(f"{what} field", name, names)
+    if missing := [name for name in names if name not in content]:
+        raise ValueError(f"{what} lacks {', '.join(missing)}")
+
+
+def check_plan(given: QuantizationPlan | Any, config: TransformerConfig) -> None:
+    """Raises where `plan` would not have made this one for a model: a plan may come from a file that was edited.
+
+    Args:
+        given: the plan.
+        config: of the model.
+
+    Raises:
+        ValueError: naming the field that `plan` refuses, or would have made otherwise.
+        TypeError: for anything but a plan.
+
+    Example:
+        >>> config = TransformerConfig(256, 32, 2, 4, 64)
+        >>> check_plan(dataclasses.replace(plan(config, method="rtn", bits="W4"), steps=3), config)
+        Traceback (most recent call last):
+        ...
+        ValueError: the plan's steps=3 should be 0 with its other fields; make plans with effml.quantize.plan
+    """
+    if not isinstance(given, QuantizationPlan):
+        raise TypeError(
+            f"plan must be a QuantizationPlan, this is a {type(given).__name__}: make one with "
+            "effml.quantize.plan, or QuantizationPlan.from_dict"
+        )
+    rotates = given.method == "respinquant"
+    wanted = plan(
+        config,
+        method=given.method,
+        bits=f"W{given.weight_bits}A{given.activation_bits}KV{given.key_value_bits}",
+        group_size=given.group_size,
+        clip=given.clip,
+        rounding=given.rounding if rotates else None,
+        rotation=given.rotation if rotates else None,
+        rank=given.rank,
+        steps=given.steps,
+        max_step=given.max_step,
+        batch=given.batch,
+        percdamp=given.percdamp,
+        keep_dtype=given.keep_dtype,
+    )
+    for row, right in zip(given.rows, wanted.rows):
+        if row != right:
+            raise ValueError(
+                f"the plan has {row} where this model has {right}; make plans with effml.quantize.plan, for this model"
+            )
+    if len(given.rows) != len(wanted.rows):
+        raise ValueError(f"the plan has {len(given.rows)} kernels, the model {len(wanted.rows)}")
+    for field in dataclasses.fields(QuantizationPlan):
+        value, right = getattr(given, field.name), getattr(wanted, field.name)
+        if field.name != "rows" and (value, type(value)) != (right, type(right)):
+            raise ValueError(
+                f"the plan's {field.name}={value!r} should be {right!r} with its other fields; make plans with "
+                "effml.quantize.plan"
+            )
 
 
 def plan(
@@ -228,9 +293,9 @@ def plan(
     rotation: str | None = None,
     rank: int | None = 32,
     steps: int = 40,
-    max_step: float | int = 1.5,
+    max_step: float | int | Any = 1.5,
     batch: int = 1,
-    percdamp: float | int = 0.01,
+    percdamp: float | int | Any = 0.01,
     keep_dtype: str = "float32",
 ) -> QuantizationPlan:
     """Decides what happens to every kernel, from the model's configuration alone.
@@ -274,6 +339,7 @@ def plan(
     one_of("keep_dtype", keep_dtype, KEEP_DTYPES)
     check_training(steps, max_step)
     count("batch", batch)
+    check_number("percdamp", percdamp)
     if not 0 < percdamp < float("inf"):
         raise ValueError(f"percdamp={percdamp!r} must be finite and above 0")
     if method != "respinquant":

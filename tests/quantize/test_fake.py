@@ -137,3 +137,16 @@ def test_bad_input_is_named():
         quantize.weight_scale(x, 4, group_size=4)
     with pytest.raises(ValueError, match="bits=16 leaves weights"):
         quantize.weight_scale(x, 16)
+
+
+def test_nothing_is_rounded_to_nothing_and_other_numbers_are_named():
+    for shape in ((0, 4), (3, 0)):
+        assert quantize.fake_quant_act(jnp.zeros(shape), 4).shape == shape
+        assert quantize.fake_quant_weight(jnp.zeros(shape), 4).shape == shape
+    for other in (jnp.ones((2, 2), int), jnp.ones((2, 2), complex)):
+        for rounds in (quantize.fake_quant_act, quantize.fake_quant_weight):
+            with pytest.raises(TypeError, match=r"is (int|complex)\d+; only real floating-point numbers"):
+                rounds(other, 4)
+    for rounds in (quantize.rtn, lambda kernel, bits: quantize.gptq(kernel, np.eye(2), bits)):
+        with pytest.raises(TypeError, match="kernel is complex"):
+            rounds(np.ones((2, 2)) * 1j, 4)

@@ -9,6 +9,7 @@ import pytest
 
 from effml import quantize, trees
 from effml.nn import transformer
+from effml.quantize import _plan
 from tests.quantize import small
 
 TOKENS = small.tokens()
@@ -108,6 +109,69 @@ def test_only_some_plans_need_text():
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         quantize.plan(small.CONFIG, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_bits": 77}, "77 bits for weights must be 2 to 8"),
+        ({"weight_bits": 3}, "where this model has"),
+        ({"method": "nope"}, "method='nope' is not known"),
+        ({"method": "respinquant", "rotation": "spin"}, "rotation='spin' is not known"),
+        ({"rounding": "gptq"}, "rounding='gptq' should be 'rtn'"),
+        ({"rotation": "hadamard"}, "rotation='hadamard' should be 'none'"),
+        ({"group_size": 8}, "where this model has"),
+        ({"steps": 7}, "steps=7 should be 0"),
+        ({"clip": "max"}, "clip='max' is not known"),
+        ({"keep_dtype": "bfloat16"}, "kept_bytes=.* should be"),
+        ({"rows": lambda rows: rows[:7] * 2}, "where this model has"),
+        ({"rows": lambda rows: rows[:6] + rows[7:13]}, "where this model has"),
+        ({"rows": lambda rows: rows[:-1]}, "the plan has 13 kernels, the model 14"),
+        ({"rows": lambda rows: [{**row, "bits": 2} for row in rows]}, "where this model has"),
+        ({"rows": lambda rows: [{**rows[0], "name": "mlp"}]}, "the model has none"),
+        ({"rows": lambda rows: [{"a": 1}]}, "plan row field='a' is not known"),
+        ({"rows": "abc"}, "plan field rows must be a list"),
+    ],
+)
+def test_an_edited_plan_is_not_believed(change, message):
+    content = json.loads(json.dumps(quantize.plan(small.CONFIG, method="rtn", bits="W4").to_dict()))
+    for name, new in change.items():
+        content[name] = new(content[name]) if callable(new) else new
+
+    def run():
+        edited = quantize.QuantizationPlan.from_dict(content)
+        quantize.apply(edited, small.params(), small.CONFIG, key=jax.random.key(0))
+
+    with pytest.raises(ValueError, match=message):
+        run()
+
+
+@pytest.mark.parametrize(
+    "options", [{"rank": None}, {"rotation": "global"}, {"rotation": "none"}, {"bits": "W16A4"}]
+)
+def test_a_plan_of_every_kind_is_the_one_that_its_fields_make(options):
+    made = quantize.plan(small.CONFIG, method="respinquant", rounding="rtn", **options)
+    _plan.check_plan(
+        quantize.QuantizationPlan.from_dict(json.loads(json.dumps(made.to_dict()))), small.CONFIG
+    )
+
+
+def test_what_is_no_plan_and_no_model_is_named():
+    made, key = quantize.plan(small.CONFIG, method="rtn"), jax.random.key(0)
+    with pytest.raises(TypeError, match="plan must be a QuantizationPlan, this is a dict"):
+        quantize.apply(made.to_dict(), small.params(), small.CONFIG, key=key)
+    with pytest.raises(TypeError, match="plan must be a dict, this is a list"):
+        quantize.QuantizationPlan.from_dict([])
+    for nothing in (None, {}):
+        with pytest.raises(TypeError, match="model_params must be the parameters of a transformer"):
+            quantize.apply(made, nothing, small.CONFIG, key=key)
+    with pytest.raises(TypeError, match=r"key=0 must be a jax.random.key"):
+        quantize.apply(made, small.params(), small.CONFIG, key=0)
+    with pytest.raises(ValueError, match="windows of different lengths"):
+        quantize.apply(made, small.params(), small.CONFIG, [[1, 2, 3], [4, 5]], key=key)
+    for name in ("max_step", "percdamp"):
+        with pytest.raises(TypeError, match=f"{name}='1' must be a number"):
+            quantize.plan(small.CONFIG, method="respinquant", **{name: "1"})
 
 
 def test_other_types_are_named():

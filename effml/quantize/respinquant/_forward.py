@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,20 @@ from effml.nn.transformer import AttentionInputs, TransformerConfig, dense_atten
 from effml.quantize._fake import check_bits, fake_quant_act, fake_quant_weight
 from effml.quantize.respinquant._rotations import RotationSet
 
-__all__ = ["RotationTraining", "check_training", "quantized_loss", "with_rotations"]
+__all__ = ["RotationTraining", "check_number", "check_training", "quantized_loss", "with_rotations"]
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises TypeError where a value can't be compared with numbers.
+
+    Example:
+        >>> check_number("max_step", "1.5")
+        Traceback (most recent call last):
+        ...
+        TypeError: max_step='1.5' must be a number
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} must be a number")
 
 
 def check_training(steps: Any, max_step: Any) -> None:
@@ -39,7 +53,7 @@ def check_training(steps: Any, max_step: Any) -> None:
 
     Raises:
         ValueError: for a number out of range.
-        TypeError: for steps that are no integer.
+        TypeError: for steps that are no integer, or a step that is no number.
 
     Example:
         >>> check_training(40, float("inf"))
@@ -51,6 +65,7 @@ def check_training(steps: Any, max_step: Any) -> None:
         raise TypeError(f"steps={steps!r} must be an integer")
     if steps < 0:
         raise ValueError(f"steps={steps!r} must be 0 or more")
+    check_number("max_step", max_step)
     if not 0 < max_step < math.inf:
         raise ValueError(f"max_step={max_step!r} must be above 0 and finite")
 
