@@ -176,7 +176,7 @@ def drafters(
     Masks that do not move are given as arrays, so that all of them share one compiled program.
     """
     key = jax.random.key(seed)
-    yield "mean, moving", {"config": esp.ESPConfig(widths=widths)}
+    yield "mean, moving", {"config": esp.ESPConfig(widths=widths, mask_init="mean")}
     fixed = esp.ESPConfig(widths=widths, ema=0.0)
     for kind in INITS:
         about = esp.ESPConfig(mask_init=kind, ema=0.0)

@@ -5,7 +5,7 @@
     python -m experiments._esp_smollm2 write                writes the rows that are done to experiments/results
 
 The package holds SmolLM2-135M-Instruct with weights of 4 bits; what runs is that model, dequantised. Prefixes of 64
-tokens, the first half of them the prompt, come from Moby Dick (see `.ci/fetch_texts.sh`) and from the standard library's
+tokens, the first half their prompt, come from Moby Dick (see `.ci/fetch_texts.sh`) and from the standard library's
 source. A mask is judged by the model's own second greedy token. Prompts are questions in the chat template, beginnings
 of functions and of paragraphs; each is decoded alone, plainly and with the drafter in turns.
 
@@ -130,7 +130,10 @@ def _probe(name: str) -> dict[str, Any]:
     params = jax.tree.map(jnp.asarray, transformer.stack_layers(loaded.params))
     model = _loop.freeze(loaded.forward, loaded.config, None, None, None)
     prefixes, others = _prefixes(loaded.tokenizer, name, PREFIXES)
-    kinds = [("mean, moving", esp.ESPConfig()), *((k, esp.ESPConfig(mask_init=k, ema=0.0)) for k in INITS)]
+    kinds = [
+        ("mean, moving", esp.ESPConfig(mask_init="mean")),
+        *((k, esp.ESPConfig(mask_init=k, ema=0.0)) for k in INITS),
+    ]
 
     @jax.jit
     def probed(params: Any, batch: jax.Array, key: jax.Array) -> Any:

@@ -183,7 +183,7 @@ def _measure(config: Config, model: tiny.ModelConfig, seed: int) -> dict[str, An
         found[name] = tiny.end_to_end(loaded, prompts, options, plain)
         say(f"  {name}: tau {found[name]['tau']:.3f}, hit@4 {hits.get(name, [0, 0])[1]:.3f}")
     for name, tree in list(tiny.TREES.items())[: 1 if config.quick else None]:
-        options = {"config": decode.esp.ESPConfig(num_masks=2, **tree)}
+        options = {"config": decode.esp.ESPConfig(num_masks=2, mask_init="mean", **tree)}
         found[name] = tiny.end_to_end(loaded, prompts, options, plain)
         say(f"  {name}: tau {found[name]['tau']:.3f}, by depth {found[name]['accepted']}")
     grid: list[dict[str, Any]] = []

@@ -56,7 +56,8 @@ class Command:
     block_complexity: int | None = None
     """With --decoder esp, instead of --widths: rows that a pass reads; candidates are spread anew at every pass."""
     mask_init: str | None = None
-    """With --decoder esp: what masks begin as: mean (of the prompt), vocab_mean, zero, last_k, sample or mu_sigma."""
+    """With --decoder esp: what masks are: vocab_mean (also None), mean (of the prompt, moving with the text), zero,
+    last_k, sample or mu_sigma."""
     strict: bool = False
     """With --decoder esp: decide near-ties as plain decoding does, for models in bfloat16."""
 

@@ -50,7 +50,10 @@ def drafted(model, sampling=GREEDY, config=SMALL, count=64, **options):
     [
         (GREEDY, SMALL),
         (NUCLEUS, esp.ESPConfig(num_masks=3, widths=None, block_complexity=28, prune_repeats=False)),
-        (SamplingConfig(temperature=1.0), esp.ESPConfig(num_masks=1, widths=(6,), mask_init="sample")),
+        (
+            SamplingConfig(temperature=1.0),
+            esp.ESPConfig(num_masks=1, widths=(6,), mask_init="sample", ema=0.1),
+        ),
     ],
     ids=["greedy, static", "nucleus, dynamic", "drawn, one mask"],
 )
@@ -254,7 +257,9 @@ def test_nan_logits_end_generation_with_the_step(place):
     }
     step = 0 if place == "prompt" else read - len(PROMPTS[0]) + 1
     with pytest.raises(ValueError, match=f"NaN at new token {step}"):
-        esp.generate(broken, [PROMPTS[0]], max_new_tokens=20, config=esp.ESPConfig(widths=(4,)))
+        esp.generate(
+            broken, [PROMPTS[0]], max_new_tokens=20, config=esp.ESPConfig(widths=(4,), mask_init="zero")
+        )
 
 
 def sparse(inputs, mode):

@@ -12,7 +12,7 @@ from effml.decode.esp import _step
 from effml.nn.transformer import embed
 from tests.decode.esp_models import CONFIG, PROMPTS, make_model, plain_logits, trained_model
 
-STATIC = esp.ESPConfig(num_masks=2, widths=(4, 2))
+STATIC = esp.ESPConfig(num_masks=2, widths=(4, 2), mask_init="mean")
 DYNAMIC = esp.ESPConfig(num_masks=2, widths=None, block_complexity=21)
 
 

@@ -155,7 +155,8 @@ class Drafter:
         """What is remembered at the beginning.
 
         Example:
-            >>> Drafter().start(None)
+            >>> row = jnp.array([1])
+            >>> Drafter().start(Prompt({}, None, row[None], jnp.ones((1, 1, 2)), row, None, None))
             ()
         """
         del prompt
@@ -176,7 +177,7 @@ class Drafter:
         """Rows to add to the pass that verifies this tree; `embed` gives the embeddings of tokens.
 
         Example:
-            >>> Drafter().extra((), None, None) is None
+            >>> Drafter().extra((), TreeSpec((), 0).tree(jnp.array([[5]])), jnp.ones_like) is None
             True
         """
         del memory, tree, embed
@@ -186,7 +187,8 @@ class Drafter:
         """What is remembered after a pass.
 
         Example:
-            >>> Drafter().observe((), None)
+            >>> row = jnp.array([1])
+            >>> Drafter().observe((), Seen(jnp.ones((1, 0, 4)), row, row[None], row, jnp.ones_like))
             ()
         """
         del seen
@@ -340,6 +342,6 @@ class ESPDrafter(Drafter):
         rows = seen.row[:, None] * masks + jnp.arange(masks)
         logits = jnp.take_along_axis(seen.logits, rows[:, :, None], axis=1)
         valid = jnp.arange(seen.tokens.shape[1]) < seen.count[:, None]
-        moved = update_masks(memory.masks, seen.embed(seen.tokens), self.config.ema, valid)
+        moved = update_masks(memory.masks, seen.embed(seen.tokens), self.config.rate, valid)
         going = (seen.count > 0)[:, None, None]
         return Memory(moved, jnp.where(going, logits, memory.logits))

@@ -64,7 +64,7 @@ def init_masks(
 
     Example:
         >>> embeddings = jnp.array([[[1.0], [3.0], [99.0]]])
-        >>> init_masks(embeddings, jnp.array([2]), ESPConfig(num_masks=2, widths=(4, 2))).tolist()
+        >>> init_masks(embeddings, jnp.array([2]), ESPConfig(2, (4, 2), mask_init="mean")).tolist()
         [[[2.0], [2.0]]]
     """
     batch, length, width = embeddings.shape

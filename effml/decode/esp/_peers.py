@@ -87,10 +87,10 @@ class CountDrafter(Drafter):
         """
         anchors = 1 if self.anchor == "none" else prompt.config.vocab_size
         wanted = (len(self.widths), anchors, max(self.widths))
-        if prompt.given is None or np.shape(prompt.given) != wanted:
+        given = () if prompt.given is None else np.shape(prompt.given)
+        if given != wanted:
             raise ValueError(
-                f"counts of anchor={self.anchor!r} need given=count_candidates(...) of shape {wanted}, "
-                f"got {np.shape(prompt.given)}"
+                f"counts of anchor={self.anchor!r} need given=count_candidates(...) of shape {wanted}, got {given}"
             )
         return jnp.asarray(prompt.given)
 

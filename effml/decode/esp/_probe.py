@@ -86,7 +86,7 @@ def probe_masks(
         statistics=vocabulary_statistics(params, model_config.embedding_scale, config.num_tokens),
         keys=keys,
     )
-    return update_masks(masks, embeddings[:, prompt:], config.ema)
+    return update_masks(masks, embeddings[:, prompt:], config.rate)
 
 
 def probe_logits(
