@@ -111,16 +111,16 @@ class WorkFolder:
 
     def load(self, layer: int) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]] | None:
         """Tensors and report rows of a finished layer; None where it is not finished, or its file is damaged."""
-        import safetensors
-
         path = self._path(layer)
         if not path.is_file():
             return None
         try:
-            with safetensors.safe_open(path, framework="numpy") as file:
-                about = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (safetensors.SafetensorError, ValueError):
+            stored = _files.SafeTensors([path], types=None)
+            tensors = {name: stored.read(name) for name in stored.shapes}
+        except ValueError:
+            return None
+        about = stored.metadata[path]
+        if about.keys() != {"format", "rows", "digest"}:
             return None
         if about.get("digest") != _digest_of(tensors, about.get("rows")):
             return None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from effml import models, quantize
+from effml.nn import transformer
 from effml.nn.hub import _files
 from effml.quantize import _apply
 from tests.quantize import small
@@ -160,6 +161,40 @@ def test_a_damaged_layer_is_done_again(place, whole, finished, tmp_path, monkeyp
     assert rounded == [1]
     jax.tree.map(np.testing.assert_array_equal, params, whole[0])
     assert [row["weight_error"] for row in rows] == finished[1]
+
+
+def test_no_bit_of_a_finished_layer_is_believed_when_it_is_flipped(finished, tmp_path):
+    """Those of the word that says who wrote the file aside: nobody reads it."""
+    folder = tmp_path / "work"
+    shutil.copytree(finished[0], folder)
+    work = quantize.WorkFolder(folder, json.loads((folder / "work.json").read_text()))
+    path = folder / "layer-0001.safetensors"
+    content = path.read_bytes()
+    word = content.index(b'"format":"pt"')
+    assert work.load(1) is not None
+    for place in range(0, len(content), 13):
+        if word <= place < word + 13:
+            continue
+        small.flipped(path, place / (len(content) - 1))
+        assert work.load(1) is None, content[place - 20 : place + 20]
+        path.write_bytes(content)
+
+
+def test_layers_are_rounded_for_what_rounded_layers_give(whole):
+    """GPTQ anew on statistics of a model whose first layer is packed and whose second is not."""
+    params, config, _ = whole
+    plain = transformer.unstack_layers(small.params())
+    mixed = {**params, "layers": [params["layers"][0], plain["layers"][1]]}
+    _, seen = quantize.calibrate(mixed, config, small.tokens())
+    _, otherwise = quantize.calibrate({**mixed, "layers": plain["layers"]}, config, small.tokens())
+    kernel = plain["layers"][1]["mlp"]["up"]["kernel"]
+    codes = {
+        name: np.asarray(quantize.gptq(kernel, of["mlp.input"].hessian, 3, group_size=16).codes)
+        for name, of in (("rounded", seen), ("plain", otherwise))
+    }
+    found = np.asarray(params["layers"][1]["mlp"]["up"]["packed"].unpack())
+    np.testing.assert_array_equal(found, codes["rounded"])
+    assert (found != codes["plain"]).any()
 
 
 def test_work_that_has_lost_its_name_says_what_to_remove(finished, tmp_path):

@@ -67,6 +67,7 @@ class SafeTensors:
     Attributes:
         shapes: shape of every tensor, known without reading any.
         byte_count: size of the files.
+        metadata: of each file, what was written beside its tensors and their checksums.
 
     Tensors of files that `write_safetensors` made are compared with their checksums when they are read.
 
@@ -91,10 +92,14 @@ class SafeTensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.byte_count = 0
         self._file_of: dict[str, Path] = {}
+        self.metadata: dict[Path, dict[str, str]] = {}
         self._checksums: dict[Path, dict[str, str]] = {}
         for path in sorted(files):
             with _opened(path) as handle:
                 self._checksums[path] = _checksums_in(path, handle)
+                self.metadata[path] = {
+                    key: text for key, text in (handle.metadata() or {}).items() if key != _CHECKSUMS
+                }
                 for name in handle.keys():  # noqa: SIM118 (the handle is no mapping)
                     part = handle.get_slice(name)
                     if types is not None and part.get_dtype() not in types:
