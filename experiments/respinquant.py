@@ -119,7 +119,8 @@ def run(config: Config) -> Result:
         for bits in config.bits:
             for method, how, excess, detail in bench.rows(bits):
                 found.setdefault((bits, method, how), []).append(excess)
-                details.append({"seed": seed, "bits": bits, "method": method, "rounding": how, **detail})
+                about = {"seed": seed, "bits": bits, "method": method, "rounding": how, "excess": excess}
+                details.append({**about, **detail})
                 say(f"  {bits} {method} {how}: {excess:+.4f}")
         for name, value in bench.unquantized().items():
             result.curves.setdefault("unquantized", {}).setdefault(name, []).append(value)
