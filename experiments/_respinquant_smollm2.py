@@ -144,8 +144,8 @@ def run_job(kind: str, bits: str, rounding: str = "rtn") -> dict[str, Any]:
         "orthogonality": 0.0 if training is None else training.orthogonality,
         "best_step": 0 if training is None else training.best_step,
         "evaluations": [] if training is None else training.evaluations,
-        # At other bits the rotations are read, and the time is that of reading.
-        "seconds_to_learn": training.seconds if training and activation_bits == LEARNED_AT else 0.0,
+        # In other jobs the rotations are read, and the time is that of reading.
+        "seconds_to_learn": training.seconds if training and (bits, rounding) == ("W4A4", "rtn") else 0.0,
     }
     rows = []
     for rank in RANKS if kind == "layerwise" else (0,):
