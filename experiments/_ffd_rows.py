@@ -42,10 +42,13 @@ def losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]
     return nats, logits.argmax(-1) == targets
 
 
-@functools.partial(jax.jit, static_argnames="config")
 def prefilled(params: Any, tokens: jax.Array, config: Any) -> Any:
     """A stacked dense cache with no room left behind the rows of `tokens`."""
-    empty = dense.init_cache(config, tokens.shape[0], tokens.shape[1], stacked=True)
+    return _filled(params, tokens, dense.init_cache(config, *tokens.shape, stacked=True), config)
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="empty")
+def _filled(params: Any, tokens: jax.Array, empty: Any, config: Any) -> Any:
     return transformer.forward_cached(params, tokens, empty, config, logits_for="last")[1]
 
 
