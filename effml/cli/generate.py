@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -38,7 +39,11 @@ class Command:
     """greedy (the most likely token each time), sample, or esp: several tokens per pass of the model, the same ones
     that greedy (or, with a temperature, sample) would write."""
     cache: str = "dense"
-    """dense: keys and values as they are."""
+    """dense: keys and values as they are. ffd: keys in 2 bits and their rest, of which decoding reads what matters."""
+    delta: float | None = None
+    """With --cache ffd: blocks are read whose largest score is at most this far (nats) below the largest; None is 5."""
+    cache_block: int | None = None
+    """With --cache ffd: tokens of a block, a multiple of 8; None is the model's own, or 128."""
     temperature: float | None = None
     """With --decoder sample: below 1 keeps closer to the likeliest tokens, above 1 is more varied; None is 1.
     With --decoder esp: None is greedy."""
@@ -84,7 +89,10 @@ class Command:
         from effml._validate import one_of, positive, seed_in_range
 
         one_of("decoder", self.decoder, ("esp", "greedy", "sample"))
-        one_of("cache", self.cache, ("dense",))
+        one_of("cache", self.cache, ("dense", "ffd"))
+        for name in ("delta", "cache_block"):
+            if self.cache != "ffd" and getattr(self, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --cache ffd")
         positive("max_new_tokens", self.max_new_tokens)
         seed_in_range(self.seed)
         if (self.prompt is not None) + (self.prompts is not None) != 1 and not (
@@ -127,6 +135,20 @@ class Command:
             given["widths"] = None
         return ESPConfig(**given, strict=self.strict)
 
+    def _cache(self, model: LoadedModel) -> dict[str, Any]:
+        """What --cache adds to a decoder's arguments."""
+        if self.cache == "dense":
+            return {}
+        from effml.attend import ffd
+
+        block = self.cache_block
+        if block is None:
+            block = getattr(getattr(model.config, "attention", None), "block_size", 128)
+        stacked = isinstance(model.params["layers"], Mapping)
+        delta = 5.0 if self.delta is None else self.delta
+        options = ffd.decoding_options(delta=delta, block=block, stacked=stacked)
+        return options if self.decoder != "esp" else {**options, "block_size": block}
+
     def _lines(self) -> list[str] | None:
         if self.prompts is None:
             return None
@@ -156,6 +178,7 @@ class Command:
             # A rendered chat spells the tokens it needs; in a plain prompt their names are text.
             "special_tokens": chat,
             "prefix": not chat,
+            **self._cache(model),
         }
         written: Iterator[tuple[str, int]]
         if config is None:
@@ -196,6 +219,7 @@ class Command:
                 "sampling": sampling,
                 "key": jax.random.key(self.seed),
                 "stop_ids": model.tokenizer.stop_ids,
+                **self._cache(model),
             },
         )
         if config is None:

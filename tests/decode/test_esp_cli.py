@@ -52,6 +52,21 @@ def test_many_prompts_are_answered_in_one_batch(model, tmp_path, capsys):
     assert "calls saved" in found.err
 
 
+def test_a_cache_of_low_bit_keys_serves_both_decoders(model, tmp_path, capsys):
+    words = ["generate", model, "--prompt", "def f", "--max-new-tokens", "24", "--cache", "ffd"]
+    assert main([*words, "--delta", "2", "--cache-block", "8"]) == 0
+    plain = capsys.readouterr().out
+    assert len(plain) > len("def f")
+    assert main([*words, "--delta", "2", "--cache-block", "8", "--decoder", "esp", "--widths", "5"]) == 0
+    assert capsys.readouterr().out == plain
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\ntwo and more\n")
+    assert (
+        main(["generate", model, "--prompts", str(prompts), "--max-new-tokens", "4", "--cache", "ffd"]) == 0
+    )
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
 def test_a_stop_in_mid_stream_keeps_the_text(model, capsys, monkeypatch):
     whole = esp.stream_text
 

@@ -210,6 +210,10 @@ def stream(
     chunk: int = 16,
     drafter: Drafter | None = None,
     given: Any = None,
+    cache_init: Callable[..., Any] | None = None,
+    append: Callable[..., Any] | None = None,
+    attention: Callable[..., Any] | None = None,
+    block_size: int | None = None,
 ) -> ESPStream[int]:
     """Continues one prompt and gives each new token out as it is known: the tokens of `generate`.
 
@@ -224,6 +228,10 @@ def stream(
         chunk: tokens computed, at least, between two looks by the host.
         drafter: as for `generate`.
         given: as for `generate`.
+        cache_init: as for `generate`.
+        append: as for `generate`.
+        attention: as for `generate`.
+        block_size: as for `generate`.
 
     Returns:
         An iterator of ids, whose `stats` are those of what it has given so far.
@@ -246,8 +254,8 @@ def stream(
     positive("chunk", chunk)
     tokens = as_ids("prompt", prompt)[None]
     sizes = np.array([tokens.shape[1]], np.int32)
-    run = ESPRun(model, tokens, sizes, max_new_tokens, sampling, key, stop_ids, None, None, None)
-    run.drafting(config, drafter, given, key, None)
+    run = ESPRun(model, tokens, sizes, max_new_tokens, sampling, key, stop_ids, cache_init, append, attention)
+    run.drafting(config, drafter, given, key, block_size)
     return ESPStream((int(token) for new in run.passes(chunk) for token in new), run)
 
 
@@ -266,6 +274,10 @@ def stream_text(
     chunk: int = 16,
     drafter: Drafter | None = None,
     given: Any = None,
+    cache_init: Callable[..., Any] | None = None,
+    append: Callable[..., Any] | None = None,
+    attention: Callable[..., Any] | None = None,
+    block_size: int | None = None,
 ) -> ESPStream[tuple[str, int]]:
     """Continues a text and gives out whole characters as they come: the text of `effml.decode.stream_text`.
 
@@ -283,6 +295,10 @@ def stream_text(
         chunk: tokens computed, at least, between two looks by the host.
         drafter: as for `generate`.
         given: as for `generate`.
+        cache_init: as for `generate`.
+        append: as for `generate`.
+        attention: as for `generate`.
+        block_size: as for `generate`.
 
     Returns:
         An iterator of (piece of text, number of tokens computed for it), with `stats`.
@@ -310,8 +326,8 @@ def stream_text(
     tokenizer, tokens = encode_text(model, prompt, special_tokens=special_tokens, prefix=prefix)
     sizes = np.array([tokens.shape[1]], np.int32)
     ids = tokenizer.stop_ids if stop_ids is None else stop_ids
-    run = ESPRun(model, tokens, sizes, max_new_tokens, sampling, key, ids, None, None, None)
-    run.drafting(config, drafter, given, key, None)
+    run = ESPRun(model, tokens, sizes, max_new_tokens, sampling, key, ids, cache_init, append, attention)
+    run.drafting(config, drafter, given, key, block_size)
     return ESPStream(text_pieces(tokenizer, stops, run.passes(chunk)), run)
 
 
