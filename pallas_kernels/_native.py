@@ -23,7 +23,7 @@ from pathlib import Path
 
 import jax
 
-__all__ = ["BuildError", "build", "cache_folder", "describe", "sources", "why_not"]
+__all__ = ["BuildError", "build", "cache_folder", "describe", "number", "sources", "why_not"]
 
 # Tried in this order: some compilers for ARM know the processor by -mcpu alone.
 _TUNING = (("-march=native",), ("-mcpu=native",), ())
@@ -90,13 +90,23 @@ def describe() -> list[str]:
     lines = [f"compiler {_compiler() or 'none'}, libraries in {cache_folder()}"]
     reason = why_not()
     if reason is None:
-        return [*lines, f"built; {_library().effml_threads()} threads share a product"]
+        return [*lines, f"built; {number('effml_threads')} threads share a product"]
     lines.append(f"not built: {reason}")
     if os.environ.get("EFFML_NATIVE") != "0":
         output = getattr(_failure(), "output", "").splitlines()
         lines += [f"  {line}" for line in output[:_SHOWN]]
         lines += [f"  ({len(output) - _SHOWN} more lines)"] if len(output) > _SHOWN else []
     return lines
+
+
+def number(function: str) -> int:
+    """What a function of the library without arguments returns; only after `why_not` found nothing.
+
+    Example:
+        >>> why_not() is not None or number("effml_threads") > 0
+        True
+    """
+    return getattr(_library(), function)()
 
 
 @functools.cache

@@ -10,9 +10,11 @@ Signs are packed 32 per uint32 along the axis that is summed (`pack_signs`); no 
 | `pallas_tpu` | 0.10.2 to 0.12 | |
 
 The Pallas forms were never run on a GPU or TPU so far: interpreted, lowered, and compiled to sm_90 and v5e code
-(`tests/kernels`). Gradients go through XLA on every platform. bfloat16 x: `x * scale_in` and the intermediate of rank
-length are rounded to bfloat16 before their products (not in the native form, nor in the GPU's for few rows); sums
-are float32. float32 x: float32 throughout.
+(`tests/kernels`). Gradients, also second ones, go through XLA on every platform. bfloat16 x: `x * scale_in` and the
+intermediate of rank length are rounded to bfloat16 before their products (not in the native form, nor in the GPU's for
+few rows); sums are float32. float32 x: float32 throughout.
+
+With no implementation named a CPU without AVX2 and AVX-512 takes XLA: its native code has no tables and is slower.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels import _dispatch
+from pallas_kernels._arguments import as_array
 from pallas_kernels._varying import gradient_like
 from pallas_kernels.binary_matmul import cpu, pallas_gpu, pallas_tpu, xla
 from pallas_kernels.binary_matmul.blocks import MATVEC_ROWS, BlockSizes, default_blocks
@@ -91,8 +94,7 @@ def sign_matmul(
         >>> sign_matmul(jnp.array([1.0, 2.0, 3.0]), pack_signs(signs))
         Array([0., 4.], dtype=float32)
     """
-    _check(x, {"words": words}, scale_in, scale_out, bias, block_sizes)
-    return _call(implementation, block_sizes, x, (words,), scale_in, scale_out, bias)
+    return _call(implementation, block_sizes, x, {"words": words}, scale_in, scale_out, bias)
 
 
 def binary_matmul(
@@ -136,13 +138,11 @@ def binary_matmul(
         >>> binary_matmul(jnp.array([3.0, 1.0]), pack_signs(v), pack_signs(u), scale_out=jnp.array([1.0, 1.0, 10.0]))
         Array([ 2., -2., 20.], dtype=float32)
     """
-    _check(x, {"v_words": v_words, "u_words": u_words}, scale_in, scale_out, bias, block_sizes)
-    return _call(implementation, block_sizes, x, (v_words, u_words), scale_in, scale_out, bias)
+    words = {"v_words": v_words, "u_words": u_words}
+    return _call(implementation, block_sizes, x, words, scale_in, scale_out, bias)
 
 
-def _check(
-    x: Any, words: dict[str, Any], scale_in: Any, scale_out: Any, bias: Any, block_sizes: BlockSizes | None
-) -> None:
+def _check(x: Any, words: dict[str, Any], scale_in: Any, scale_out: Any, bias: Any, block_sizes: Any) -> None:
     """Raises for shapes and dtypes that do not fit together."""
     if jnp.ndim(x) == 0:
         raise ValueError("x must have an axis to sum over, but it is a scalar")
@@ -168,52 +168,61 @@ def _check(
             raise TypeError(f"{name} must be floating, not {jnp.result_type(array)}")
         if np.shape(array) != (wanted,):
             raise ValueError(f"{name} must have shape ({wanted},), not {np.shape(array)}")
-    if block_sizes is not None and min(block_sizes.rows, block_sizes.columns, block_sizes.words) < 1:
-        raise ValueError(f"block_sizes={block_sizes} must be above 0")
+    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
+        raise TypeError(f"block_sizes must be BlockSizes or None, not {type(block_sizes).__name__}")
 
 
 def _call(implementation, block_sizes, x, words, scale_in, scale_out, bias):
-    offered = {form: functools.partial(_run, form, block_sizes, False) for form in FORMS}
-    _dispatch.form_of(
-        implementation, offered, _reasons(x, words, implementation)
-    )  # raises here, before tracing
-    x, scale_in, scale_out, bias = jax.tree.map(jnp.asarray, (x, scale_in, scale_out, bias))
-    words = tuple(map(jnp.asarray, words))
-    return _differentiable(implementation, block_sizes, x, words, scale_in, scale_out, bias)
+    """Checks a call, with its words by name, and runs it."""
+    x = as_array("x", x)
+    words = {name: as_array(name, array) for name, array in words.items()}
+    vectors = {"scale_in": scale_in, "scale_out": scale_out, "bias": bias}
+    vectors = {name: None if v is None else as_array(name, v) for name, v in vectors.items()}
+    _check(x, words, **vectors, block_sizes=block_sizes)
+    arrays = jax.tree.map(jnp.asarray, (x, tuple(words.values()), *vectors.values()))
+    reasons = _reasons(arrays[0], arrays[1], implementation, block_sizes)
+    _dispatch.form_of(implementation, FORMS, reasons)  # raises here, before tracing
+    # A program belongs to the platforms that its forms were chosen for.
+    return _compiled(implementation, block_sizes, _dispatch.platforms(), *arrays)
 
 
-def _reasons(x: Any, words: Any, implementation: str | None) -> dict[str, str]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _compiled(implementation, block_sizes, platforms, x, words, scale_in, scale_out, bias):
+    del platforms
+    y: Any = _differentiable(implementation, block_sizes, x, words, scale_in)
+    y = y if scale_out is None else y * scale_out.astype(jnp.float32)
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+def _reasons(x: Any, words: Any, implementation: str | None, block_sizes: Any) -> dict[str, str]:
     """Why a form can't take this call."""
     if 0 in (*np.shape(x), *(n for array in words for n in np.shape(array))):
         return {form: "an axis of x or of the words is empty" for form in FORMS if form != "xla"}
-    native = implementation == "cpu" or (implementation is None and "cpu" in _dispatch.platforms())
-    why = cpu.why_not() if native else None
-    return {"cpu": why} if why else {}
+    found = {}
+    if block_sizes is not None:
+        for form in ("pallas_gpu", "pallas_tpu"):
+            found[form] = next(filter(None, (block_sizes.refused_by(form, len(w)) for w in words)), None)
+    if "cpu" in _dispatch.platforms() and implementation in (None, "cpu"):
+        found["cpu"] = cpu.why_not() or (cpu.slow() if implementation is None else None)
+    return {form: why for form, why in found.items() if why}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(implementation, block_sizes, x, words, scale_in, scale_out, bias):
-    return _forward(implementation, block_sizes, x, words, scale_in, scale_out, bias)[0]
-
-
-def _forward(implementation, block_sizes, x, words, scale_in, scale_out, bias):
+def _differentiable(implementation, block_sizes, x, words, scale_in):
+    """The products alone, float32 [..., out]."""
     offered = {form: functools.partial(_run, form, block_sizes, False) for form in FORMS}
-    run = _dispatch.choose(implementation, offered, _reasons(x, words, implementation))
-    product = _rows_of_batch(run)(x, scale_in, *words)
-    y = product if scale_out is None else product * scale_out.astype(jnp.float32)
-    y = y if bias is None else y + bias.astype(jnp.float32)
-    return y.astype(x.dtype), (x, words, scale_in, scale_out, bias, product)
+    run = _dispatch.choose(implementation, offered, _reasons(x, words, implementation, block_sizes))
+    return _rows_of_batch(run)(x, scale_in, *words)
+
+
+def _forward(implementation, block_sizes, x, words, scale_in):
+    return _differentiable(implementation, block_sizes, x, words, scale_in), (x, words, scale_in)
 
 
 def _backward(implementation, block_sizes, saved, g):
     del implementation, block_sizes
-    x, words, scale_in, scale_out, bias, product = saved
-    g = g.astype(jnp.float32)
-    over_rows = tuple(range(g.ndim - 1))
-    d_bias = None if bias is None else gradient_like(jnp.sum(g, over_rows), bias)
-    d_scale_out = None if scale_out is None else gradient_like(jnp.sum(g * product, over_rows), scale_out)
-    if scale_out is not None:
-        g = g * scale_out.astype(jnp.float32)
+    x, words, scale_in = saved
     sizes = (x.shape[-1], *(array.shape[1] for array in words))
     g = g.reshape(math.prod(x.shape[:-1]), sizes[-1])
     for array, size in zip(reversed(words), reversed(sizes[:-1])):
@@ -221,9 +230,10 @@ def _backward(implementation, block_sizes, saved, g):
     g = g.reshape(x.shape)
     d_scale_in = None
     if scale_in is not None:
+        over_rows = tuple(range(g.ndim - 1))
         d_scale_in = gradient_like(jnp.sum(g * x.astype(jnp.float32), over_rows), scale_in)
         g = g * scale_in.astype(jnp.float32)
-    return gradient_like(g, x), None, d_scale_in, d_scale_out, d_bias
+    return gradient_like(g, x), None, d_scale_in
 
 
 _differentiable.defvjp(_forward, _backward)

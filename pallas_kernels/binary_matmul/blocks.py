@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from pallas_kernels._arguments import power_of_two, whole_number
+
 __all__ = ["MATVEC_ROWS", "BlockSizes", "default_blocks"]
 
 MATVEC_ROWS = (
@@ -32,6 +34,28 @@ class BlockSizes:
     num_warps: int = 4
     num_stages: int = 3
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            whole_number(f"block_sizes.{field.name}", getattr(self, field.name), 1)
+
+    def refused_by(self, form: str, words: int) -> str | None:
+        """Why a form can't work with these sizes on that many words along the sum; None if it can."""
+        if form == "pallas_gpu":
+            sizes = {"columns": self.columns, "words": self.words, "num_warps": self.num_warps}
+            sizes |= {} if self.rows < 16 else {"rows": self.rows}
+            for name, size in sizes.items():
+                if not power_of_two(size) or (name == "words" and size < 16):
+                    least = " from 16" if name == "words" else ""
+                    return f"block_sizes.{name}={size} is no power of two{least}"
+        if form == "pallas_tpu":
+            if self.columns % 128:
+                return f"block_sizes.columns={self.columns} is no multiple of 128"
+            if self.words % 128 and self.words < words:
+                return f"block_sizes.words={self.words} is no multiple of 128, and less than all {words}"
+            if self.rows % 16:
+                return f"block_sizes.rows={self.rows} is no multiple of 16"
+        return None
+
 
 def default_blocks(platform: str, rows: int, columns: int, words: int, *, cores: int = 132) -> BlockSizes:
     """Rules of thumb, by arithmetic and not by measurement: nothing here has been tuned on a device.
@@ -46,10 +70,17 @@ def default_blocks(platform: str, rows: int, columns: int, words: int, *, cores:
     Returns:
         The sizes.
 
+    Raises:
+        ValueError: for another platform, or a size below 1.
+
     Example:
         >>> default_blocks("gpu", 1, 6336, 256).splits
         8
     """
+    if platform not in ("gpu", "tpu"):
+        raise ValueError(f"platform={platform!r} must be 'gpu' or 'tpu'")
+    for name, size in (("rows", rows), ("columns", columns), ("words", words), ("cores", cores)):
+        whole_number(name, size, 1)
     if platform == "tpu":
         block_rows = min(256, -(-rows // 16) * 16)
         return BlockSizes(block_rows, 256 if columns > 128 else 128, words if words <= 256 else 128)

@@ -184,6 +184,9 @@ ffi::Error sign_products(ffi::Buffer<ffi::F32> x, ffi::RemainingArgs matrices, f
 }  // namespace
 }  // namespace effml
 
+// Whether sums are looked up in tables; without that the code is right and slow.
+extern "C" int effml_sign_tables() { return effml::kBits > 1; }
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(effml_sign_products, effml::sign_products,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::Buffer<ffi::F32>>()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import _native
 from pallas_kernels._varying import call_as_varying
 
-__all__ = ["sign_products", "why_not"]
+__all__ = ["sign_products", "slow", "why_not"]
 
 _TARGET = "effml_sign_products"
 
@@ -21,6 +21,18 @@ def why_not() -> str | None:
         True
     """
     return _native.why_not(_TARGET)
+
+
+def slow() -> str | None:
+    """Why XLA is the faster one although native code runs; None if native code is, or can't run at all.
+
+    Example:
+        >>> slow() is None or "AVX2" in slow()
+        True
+    """
+    if why_not() is None and not _native.number("effml_sign_tables"):
+        return "this processor has neither AVX2 nor AVX-512, which look up sums in tables"
+    return None
 
 
 def sign_products(x: jax.Array, *words: jax.Array) -> jax.Array:

@@ -10,6 +10,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from pallas_kernels._arguments import as_array, whole_number
+
 __all__ = ["binary_matmul", "pack_signs", "sign_matmul", "unpack_signs"]
 
 BITS = 32  # signs in one word
@@ -27,14 +29,18 @@ def pack_signs(signs: Any, axis: int = 0) -> jax.Array:
 
     Raises:
         ValueError: if a value is neither +1 nor -1 (can't be seen inside `jax.jit`), or `axis` does not exist.
+        TypeError: inside `jax.jit` for a dtype that has no -1.
 
     Example:
         >>> pack_signs(np.array([[1], [-1], [-1]]))
         Array([[6]], dtype=uint32)
     """
-    if not -np.ndim(signs) <= axis < np.ndim(signs):
-        raise ValueError(f"axis={axis} is not one of an array of {np.ndim(signs)} axes")
+    _check_axis(axis, np.ndim(signs))
     if isinstance(signs, Tracer):
+        if not jnp.issubdtype(signs.dtype, jnp.signedinteger) and not jnp.issubdtype(
+            signs.dtype, jnp.floating
+        ):
+            raise TypeError(f"signs holds {signs.dtype}, which has no -1")
         bits = _in_words(jnp, jnp.moveaxis(signs < 0, axis, -1)).astype(jnp.uint32)
         words = jnp.sum(bits << jnp.arange(BITS, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
         return jnp.moveaxis(words, -1, axis)
@@ -46,6 +52,11 @@ def pack_signs(signs: Any, axis: int = 0) -> jax.Array:
     words = np.packbits(np.ascontiguousarray(bits), axis=-1, bitorder="little")
     words = np.ascontiguousarray(words).view("<u4")[..., 0]
     return jnp.asarray(np.moveaxis(words, -1, axis))
+
+
+def _check_axis(axis: int, ndim: int) -> None:
+    if axis not in range(-ndim, ndim):
+        raise ValueError(f"axis={axis} is not one of an array of {ndim} axes")
 
 
 def _in_words(numpy: Any, bits: Any) -> Any:
@@ -68,12 +79,18 @@ def unpack_signs(words: Any, size: int, axis: int = 0, dtype: Any = jnp.float32)
         Array of +1 and -1 with `size` entries along `axis`.
 
     Raises:
-        ValueError: if `axis` of `words` has another number of words than `size` signs take.
+        ValueError: if `axis` of `words` has another number of words than `size` signs take, or does not exist.
+        TypeError: for words that are not uint32.
 
     Example:
         >>> unpack_signs(pack_signs(np.array([1, -1, -1])), 3)
         Array([ 1., -1., -1.], dtype=float32)
     """
+    words = as_array("words", words)
+    if words.dtype != jnp.uint32:
+        raise TypeError(f"words must be uint32 (from pack_signs), not {words.dtype}")
+    _check_axis(axis, words.ndim)
+    size = whole_number("size", size, 0)
     if words.shape[axis] != -(-size // BITS):
         raise ValueError(
             f"size={size} takes {-(-size // BITS)} words, but axis {axis} has {words.shape[axis]}"

@@ -27,6 +27,7 @@ from jax import Array
 from jax.core import Tracer
 
 from pallas_kernels import _dispatch
+from pallas_kernels._arguments import as_array, finite_number, whole_number
 from pallas_kernels._varying import gradient_like
 from pallas_kernels.block_sparse_attention import pallas_gpu, pallas_tpu, xla
 from pallas_kernels.block_sparse_attention.blocks import BlockSizes
@@ -123,12 +124,18 @@ def block_sparse_attention(
         >>> statistics.sum[0, :, 0].tolist()[:10]
         [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 8.0, 8.0]
     """
-    q, k, v, indices = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), _integers("indices", indices)
+    q, k, v = (jnp.asarray(as_array(name, array)) for name, array in (("q", q), ("k", k), ("v", v)))
+    indices = _integers("indices", indices)
+    block_size = whole_number("block_size", block_size, 8)
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"causal={causal!r} must be True or False")
+    if blocks is not None and not isinstance(blocks, BlockSizes):
+        raise TypeError(f"blocks must be BlockSizes or None, not {type(blocks).__name__}")
     _check(q, k, v, indices, block_size)
     batch, tokens, heads, dim = q.shape
     keys, kv_heads, value_dim = v.shape[1:]
     group = heads // kv_heads
-    scale = float(dim**-0.5 if scale is None else scale)
+    scale = float(dim**-0.5) if scale is None else finite_number("scale", scale)
     if positions is None:
         if causal and tokens > keys:
             raise ValueError(
@@ -153,7 +160,7 @@ def block_sparse_attention(
         heads=kv_heads,
         keys=keys,
         scale=scale,
-        causal=causal,
+        causal=bool(causal),
         segmented=segment_ids is not None,
     )
     shape = (batch, tokens, heads)
@@ -199,7 +206,7 @@ def _table(keys: Array, padding: int, block_size: int) -> Array:
 
 
 def _integers(name: str, array: Any, shape: tuple[int, ...] | None = None) -> Array:
-    array = jnp.asarray(array)
+    array = jnp.asarray(as_array(name, array))
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} holds {array.dtype}, must hold integers")
     if shape is not None and array.shape != shape:
@@ -230,8 +237,6 @@ def _check(q: Array, k: Array, v: Array, indices: Array, block_size: int) -> Non
         )
     if indices.shape[:3] != (*q.shape[:2], k.shape[2]):
         raise ValueError(f"indices of shape {indices.shape} must begin with {(*q.shape[:2], k.shape[2])}")
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 8:
-        raise ValueError(f"block_size={block_size!r} must be an int from 8")
     if not isinstance(indices, Tracer) and indices.size:
         last = -(-k.shape[1] // block_size) - 1
         found = np.asarray(indices)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from pallas_kernels._arguments import power_of_two, whole_number
+
 __all__ = ["BlockSizes"]
 
 
@@ -37,8 +39,8 @@ class BlockSizes:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"blocks.{field.name}={value!r} must be an int from 1")
-        if self.keys < 16 or self.keys & (self.keys - 1):
+            whole_number(f"blocks.{field.name}", getattr(self, field.name), 1)
+        if self.keys < 16 or not power_of_two(self.keys):
             raise ValueError(f"blocks.keys={self.keys} must be a power of two from 16")
+        if not power_of_two(self.num_warps):
+            raise ValueError(f"blocks.num_warps={self.num_warps} must be a power of two")

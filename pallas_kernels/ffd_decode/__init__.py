@@ -31,6 +31,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels import _dispatch
+from pallas_kernels._arguments import as_array
 from pallas_kernels._varying import gradient_like
 from pallas_kernels.ffd_decode import cpu, pallas_gpu, pallas_tpu, probe, reference, triton, xla
 from pallas_kernels.ffd_decode.arguments import checked
@@ -185,13 +186,18 @@ def ffd_decode(
         >>> out.shape, stats.kept[0, 0].tolist()
         ((1, 2, 8), [True, False, False, True])
     """
-    spec, mode = checked(
-        q, k_code, k_scale, k_resid, v, k_tail, v_tail, num_blocks, tail_len, tail_mask,
-        delta, scale, threshold, bits, num_splits,
-    )  # fmt: skip
-    theta = None if mode else threshold
-    arrays = q, k_code, k_scale, k_resid, v, k_tail, v_tail, num_blocks, tail_len, tail_mask, delta, theta
-    arrays = jax.tree.map(jnp.asarray, arrays)
+    given = {
+        "q": q, "k_code": k_code, "k_scale": k_scale, "k_resid": k_resid, "v": v, "k_tail": k_tail, "v_tail": v_tail,
+        "num_blocks": num_blocks, "tail_len": tail_len, "tail_mask": tail_mask, "delta": delta, "threshold": threshold,
+    }  # fmt: skip
+    optional = ("k_tail", "v_tail", "num_blocks", "tail_len", "tail_mask")
+    for name, array in given.items():
+        if not (array is None and name in optional) and not (name == "threshold" and isinstance(array, str)):
+            given[name] = as_array(name, array)
+    spec, mode = checked(**given, scale=scale, bits=bits, num_splits=num_splits)
+    if mode:
+        given["threshold"] = None
+    arrays = jax.tree.map(jnp.asarray, tuple(given.values()))
     # A program belongs to the platforms that its forms were chosen for.
     out, stats = _decode(implementation, spec, mode, _dispatch.platforms(), *arrays)
     return (out, stats) if return_stats else out
@@ -311,12 +317,12 @@ def _attend(implementation: str | None, spec: Spec, *arrays):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(implementation, spec, *arrays) -> Any:
-    return _forward(implementation, spec, *arrays)[0]
+    return _joined(functools.partial(_attend, implementation, spec))(*arrays)
 
 
 def _forward(implementation, spec, *arrays):
-    out, lse, kept = _joined(functools.partial(_attend, implementation, spec))(*arrays)
-    return (out, lse, kept), (arrays[:7], arrays[8], kept)
+    results: Any = _differentiable(implementation, spec, *arrays)  # again, so that there are second derivatives
+    return results, (arrays[:7], arrays[8], results[2])
 
 
 def _backward(implementation, spec, saved, cotangents):

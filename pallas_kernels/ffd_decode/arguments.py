@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from pallas_kernels._arguments import finite_number, whole_number
 from pallas_kernels.ffd_decode.body import Spec, bound_of
 from pallas_kernels.ffd_decode.codes import check_bits, code_bytes
 from pallas_kernels.ffd_decode.probe import MODES
@@ -20,7 +19,7 @@ def checked(
     delta, scale, threshold, bits, num_splits,
 ) -> tuple[Spec, str | None]:  # fmt: skip
     """The static part of a call and the threshold's mode; raises for what does not fit together."""
-    check_bits(bits)
+    bits = check_bits(bits)
     wide = (jnp.float32, jnp.bfloat16)
     arrays = {"q": q, "k_code": k_code, "k_scale": k_scale, "k_resid": k_resid, "v": v}
     for name, array in arrays.items():
@@ -36,6 +35,8 @@ def checked(
             raise TypeError(f"{name} must be {names}, not {jnp.result_type(array)}")
     if not jnp.issubdtype(k_resid.dtype, jnp.floating):
         raise TypeError(f"k_resid must be floating, not {k_resid.dtype}")
+    if not isinstance(threshold, str) and not jnp.issubdtype(jnp.result_type(threshold), jnp.floating):
+        raise TypeError(f"threshold must be floating, not {jnp.result_type(threshold)}")
     b, hq, d = q.shape[0], q.shape[-2], q.shape[-1]
     hkv, tokens, blocks = k_code.shape[1], k_code.shape[2], k_scale.shape[2]
     if hkv == 0 or hq % hkv:
@@ -87,17 +88,16 @@ def checked(
             values = np.asarray(array)
             if values.size and (values.min() < 0 or values.max() > most):
                 raise ValueError(f"{name} must be in 0..{most}, but holds {values.min()} and {values.max()}")
-    if not isinstance(delta, Tracer):
-        if np.ndim(delta):
-            raise ValueError(f"delta must be a number, but its shape is {np.shape(delta)}")
-        if not float(delta) >= 0:
-            raise ValueError(f"delta={float(delta)} must be at least 0 (nats)")
-    if num_splits is not None and (isinstance(num_splits, bool) or num_splits < 1):
-        raise ValueError(f"num_splits={num_splits!r} must be at least 1")
-    scale = float(d**-0.5 if scale is None else scale)
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale={scale} must be finite and above 0")
+    if np.ndim(delta):
+        raise ValueError(f"delta must be a number, but its shape is {np.shape(delta)}")
+    if not isinstance(delta, Tracer) and not float(delta) >= 0:
+        raise ValueError(f"delta={float(delta)} must be at least 0 (nats)")
+    if num_splits is not None:
+        num_splits = whole_number("num_splits", num_splits, 1)
+    scale = d**-0.5 if scale is None else finite_number("scale", scale)
+    if scale <= 0:
+        raise ValueError(f"scale={scale} must be above 0")
     mode = threshold if isinstance(threshold, str) else None
-    exact = q.dtype == jnp.float32
+    exact = jnp.result_type(q) == jnp.float32
     bound = bound_of(bits, k_resid.dtype, exact)
     return Spec(bits, block, scale, mode == "certified", bound, num_splits, exact), mode

@@ -101,7 +101,8 @@ def merge_partials(m: jax.Array, total: jax.Array, acc: jax.Array) -> tuple[jax.
 
 def partial_of_scores(s: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The partial of scores [..., R, T] (-inf: not a key) over values [..., T, Dv], whose masked rows are finite."""
-    m = jnp.max(s, axis=-1, initial=-jnp.inf)
+    # Results do not depend on m, so neither do gradients; the maximum of no key would make second ones NaN.
+    m = jnp.max(jax.lax.stop_gradient(s), axis=-1, initial=-jnp.inf)
     p = jnp.exp(s - jnp.where(m == -jnp.inf, 0.0, m)[..., None])
     acc = jnp.einsum("...rt,...td->...rd", p, v.astype(jnp.float32), precision="highest")
     return m, jnp.sum(p, axis=-1), acc

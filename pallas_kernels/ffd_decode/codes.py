@@ -11,6 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+
+from pallas_kernels._arguments import as_array, whole_number
 
 __all__ = [
     "BITS",
@@ -58,11 +61,27 @@ def pack_codes(codes: jax.Array, bits: int) -> jax.Array:
     Returns:
         uint8 [..., ceil(D * bits / 8)]; channels that pad the last byte get the code next to z.
 
+    Raises:
+        TypeError: for codes that are not integers.
+        ValueError: for codes out of range (can't be seen inside `jax.jit`), or other bits.
+
     Example:
         >>> pack_codes(jnp.array([1, 0, 2, 3, 3]), 2)
         Array([225, 171], dtype=uint8)
     """
-    per_byte = 8 // check_bits(bits)
+    check_bits(bits)
+    codes = as_array("codes", codes)
+    if not jnp.issubdtype(codes.dtype, jnp.integer):
+        raise TypeError(f"codes must be integers, not {codes.dtype}")
+    if not isinstance(codes, Tracer) and codes.size:
+        least, most = int(codes.min()), int(codes.max())
+        if least < 0 or most >= 2**bits:
+            raise ValueError(f"codes must be in 0..{2**bits - 1}, but hold {least} and {most}")
+    return _packed(jnp.asarray(codes), bits)
+
+
+def _packed(codes: jax.Array, bits: int) -> jax.Array:
+    per_byte = 8 // bits
     channels = codes.shape[-1]
     filler = round(middle(bits))
     pad = [(0, 0)] * (codes.ndim - 1) + [(0, -channels % per_byte)]
@@ -85,11 +104,21 @@ def unpack_codes(packed: jax.Array, bits: int, channels: int) -> jax.Array:
     Returns:
         uint8 [..., D].
 
+    Raises:
+        TypeError: for packed codes that are not uint8.
+        ValueError: if the last axis has another number of bytes than the channels take.
+
     Example:
         >>> unpack_codes(jnp.array([225, 171], jnp.uint8), 2, 5)
         Array([1, 0, 2, 3, 3], dtype=uint8)
     """
     mask = np.uint8(2 ** check_bits(bits) - 1)
+    if packed.dtype != jnp.uint8:
+        raise TypeError(f"packed must be uint8, not {packed.dtype}")
+    if packed.ndim < 1 or packed.shape[-1] != code_bytes(channels, bits):
+        raise ValueError(
+            f"packed of shape {packed.shape} must end with {code_bytes(channels, bits)} bytes for {channels} channels"
+        )
     planes = [(packed >> np.uint8(bits * i)) & mask for i in range(8 // bits)]
     return jnp.stack(planes, axis=-1).reshape(*packed.shape[:-1], packed.shape[-1] * len(planes))[
         ..., :channels
@@ -120,6 +149,8 @@ def quantize_block(
     """
     if not jnp.issubdtype(k.dtype, jnp.floating):
         raise TypeError(f"k must be floating, not {k.dtype}")
+    if not jnp.issubdtype(residual_dtype, jnp.floating):
+        raise TypeError(f"residual_dtype must be floating, not {jnp.dtype(residual_dtype)}")
     if k.ndim < 2:
         raise ValueError(f"k must have the axes (block, D) at its end, but its shape is {k.shape}")
     z = middle(check_bits(bits))
@@ -129,7 +160,7 @@ def quantize_block(
     residual = k - (codes - z) * scale[..., None, :]
     largest = float(jnp.finfo(residual_dtype).max)
     residual = jnp.clip(residual, -largest, largest).astype(residual_dtype)  # float8 would overflow to NaN
-    return pack_codes(codes, bits), scale, residual
+    return _packed(codes, bits), scale, residual
 
 
 def quantize_blocks(
@@ -141,7 +172,8 @@ def quantize_blocks(
         >>> [a.shape for a in quantize_blocks(jnp.ones((2, 3, 32, 8)), 16)]
         [(2, 3, 32, 2), (2, 3, 2, 8), (2, 3, 32, 8)]
     """
-    if block < 1 or k.shape[-2] % block:
+    block = whole_number("block", block, 1)
+    if k.shape[-2] % block:
         raise ValueError(f"k has {k.shape[-2]} keys, which block={block} does not divide")
     split = k.reshape(*k.shape[:-2], k.shape[-2] // block, block, k.shape[-1])
     code, scale, residual = quantize_block(split, bits, residual_dtype=residual_dtype)

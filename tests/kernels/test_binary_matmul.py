@@ -151,6 +151,7 @@ def test_native_code_for_older_processors(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(_native, "sources", lambda: [Path(cpu.__file__).with_suffix(".cc")])
     library = ctypes.CDLL(str(_native.build(tmp_path / "old.so")))
     target = f"old_sign_products{len(flags)}"
+    assert library.effml_sign_tables() == bool(flags)
     capsule = jax.ffi.pycapsule(library.effml_sign_products)
     jax.ffi.register_ffi_target(target, capsule, platform="cpu")
     monkeypatch.setattr(cpu, "_TARGET", target)
@@ -166,6 +167,19 @@ def test_none_is_native_on_a_cpu_and_not_elsewhere():
     assert "effml_sign_products" not in levels.lower("cuda", op.binary_matmul, *args).as_text()
     through_xla = functools.partial(op.binary_matmul, implementation="xla")
     assert "effml_sign_products" not in jax.jit(through_xla).lower(*args).as_text()
+
+
+@needs_native
+def test_none_is_xla_on_a_processor_without_tables(monkeypatch):
+    monkeypatch.setattr(_native, "number", lambda function: 0)
+    monkeypatch.setattr(op, "_compiled", op._compiled.__wrapped__)  # which keeps what it chose
+    text = lambda name: (
+        jax.jit(functools.partial(op.sign_matmul, implementation=name))
+        .lower(jnp.ones((1, 70)), np.zeros((3, 9), np.uint32))
+        .as_text()
+    )
+    assert "effml_sign_products" not in text(None)
+    assert "effml_sign_products" in text("cpu")
 
 
 def interpreted(name, x, words, scale_in, interpret=True, blocks=None):
@@ -415,7 +429,6 @@ X, WORDS = np.ones((2, 40), "f"), np.zeros((2, 8), np.uint32)
         (ValueError, "implementation='cuda' is not known", (X, WORDS), {"implementation": "cuda"}),
         (NotImplementedError, "no NVIDIA GPU.*no TPU", (X, WORDS), {"implementation": "pallas"}),
         (NotImplementedError, "has no 'triton' form", (X, WORDS), {"implementation": "triton"}),
-        (ValueError, "must be above 0", (X, WORDS), {"block_sizes": op.BlockSizes(0, 128, 16)}),
     ],
 )
 def test_bad_input(error, message, args, options):

@@ -43,7 +43,7 @@ GOOD = {name: np.asarray(x) for name, x in case(0).items()}
         (ValueError, "scale=0.0 must be", {"scale": 0}),
         (ValueError, "threshold='top' must be one of pseudo_fp, pseudo", {"threshold": "top"}),
         (ValueError, r"threshold must have shape \(2, 6\)", {"threshold": np.zeros((2, 5), "f")}),
-        (ValueError, "num_splits=0 must be at least 1", {"num_splits": 0}),
+        (ValueError, "num_splits=0 must be an int from 1", {"num_splits": 0}),
         (ValueError, "implementation='cuda' is not known", {"implementation": "cuda"}),
         (
             NotImplementedError,
