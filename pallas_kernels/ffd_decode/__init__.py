@@ -321,7 +321,8 @@ def _differentiable(implementation, spec, *arrays) -> Any:
 
 
 def _forward(implementation, spec, *arrays):
-    results: Any = _differentiable(implementation, spec, *arrays)  # again, so that there are second derivatives
+    # The op again, so that there are second derivatives.
+    results: Any = _differentiable(implementation, spec, *arrays)
     return results, (arrays[:7], arrays[8], results[2])
 
 

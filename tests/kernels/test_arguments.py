@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import binary_matmul, block_sparse_attention, ffd_decode, matvec
+from pallas_kernels.ffd_decode import arguments
 from tests.kernels import levels
 
 RNG = np.random.default_rng(0)
@@ -42,6 +43,11 @@ def test_lists_and_float64_are_taken_as_float32_arrays(name):
     wanted = call(jnp.asarray(x))
     np.testing.assert_array_equal(call(x.tolist()), wanted)
     np.testing.assert_array_equal(call(x.astype("d")), wanted)
+
+
+def test_float64_queries_have_the_error_bound_of_float32():
+    rest = (*CODED, V, *[None] * 5, 1.0, None, "certified", 2, None)
+    assert arguments.checked(Q.astype("d"), *rest) == arguments.checked(Q, *rest)
 
 
 def test_lengths_may_be_lists():
