@@ -284,7 +284,9 @@ def test_an_interrupted_run_goes_on_where_it_was(trained, tmp_path):
     whole = path.read_bytes()
     for place in (0.1, 0.5, 0.9):
         small.flipped(path, place)
-        with pytest.raises(ValueError, match=r"rotations.npz' is (damaged|of another run).*; remove it|, remove it"):
+        with pytest.raises(
+            ValueError, match=r"rotations.npz' is (damaged|of another run).*; remove it|, remove it"
+        ):
             train(checkpoint=path)
         path.write_bytes(whole)
     path.write_bytes(whole[:-100])

@@ -358,7 +358,7 @@ def _fingerprint(
 ) -> str:
     total = 0
     for leaf in jax.tree.leaves((params, leaves, batches, keep)):
-        total = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), total)
+        total = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, total)
     return json.dumps([total, kind, made_by, asdict(settings), config.to_dict()])
 
 
