@@ -48,8 +48,8 @@ METHOD = MethodCard(
     paper=("NanoQuant: sub-1-bit weights by low-rank binary factorisation", "2602.06694"),
     minutes={"smoke": 0.2, "cpu": 25.0, "full": 40.0},
     headline=(
-        "at 1 bit it loses {kl_1:.3f} nats (sign and row scale {sign_row_scale_1:.3f}), at 0.8 bits {kl_0.8:.3f}, at "
-        "0.55 bits {kl_0.55:.3f}"
+        "a small model loses {kl_1:.3f} nats at {kl_1_bits:.2f} bits, where signs with row scales lose "
+        "{sign_row_scale_1:.3f} at {sign_row_scale_1_bits:.2f}"
     ),
 )
 
