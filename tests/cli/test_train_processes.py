@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -51,8 +52,9 @@ def test_two_processes_make_one_run_with_the_numbers_of_one_process(text, tmp_pa
     outputs = [program.communicate(timeout=300) for program in programs]
     assert [program.returncode for program in programs] == [0, 0], outputs
     assert "held-out loss" in outputs[0][0]
-    # Gloo prints to standard output when processes meet.
-    assert not [line for line in outputs[1][0].splitlines() if not line.startswith("[Gloo]")]
+    # Gloo prints to standard output when processes meet, from several threads: its lines can be torn.
+    gloo = re.compile(r"\[Gloo\]|connected to \d+ peer ranks|number of connected peer ranks|^\s*$")
+    assert not [line for line in outputs[1][0].splitlines() if not gloo.search(line)]
 
     alone = train_model(TrainConfig(data=text, **OPTIONS), tmp_path / "one")
     loaded = models.load(tmp_path / "two" / "model")
