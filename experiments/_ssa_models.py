@@ -29,6 +29,15 @@ from effml.train import schedule
 CHUNK = 25  # steps of one compiled call
 
 
+class Stage(NamedTuple):
+    """A part of the training on recall."""
+
+    length: int
+    pairs: int
+    batch: int
+    steps: int
+
+
 @dataclass(frozen=True)
 class Task:
     """Sizes of the model, of its text or recall sequences, and of its training."""
@@ -48,6 +57,15 @@ class Task:
     text_bytes: int = 15_000_000
     pairs: int = 0
     """Of associative recall; 0 is text."""
+    stages: tuple[Stage, ...] = ()
+    """Of associative recall, short sequences first; `steps` and `batch` are then not read."""
+    initializer_std: float | None = None
+    """None makes activations as large as 0.02 does at the paper's width of 2,048."""
+
+    @property
+    def total_steps(self) -> int:
+        """Of the whole training."""
+        return sum(stage.steps for stage in self.stages) or self.steps
 
     def config(self) -> ssa.SSATransformerConfig:
         """The model."""
@@ -59,8 +77,8 @@ class Task:
             num_kv_heads=self.kv_heads,
             mlp_width=self.mlp_width,
             max_length=4 * self.length,
-            # Activations as large as with 0.02 at the paper's width of 2,048: the alignment's weight is tied to them.
-            initializer_std=0.02 * (2048 / self.width) ** 0.5,
+            # The alignment's weight is tied to the size of activations.
+            initializer_std=self.initializer_std or 0.02 * (2048 / self.width) ** 0.5,
         )
         return ssa.SSATransformerConfig(model, ssa.SSAConfig(self.block_size, self.num_blocks))
 
@@ -112,25 +130,40 @@ def text_windows(side: np.ndarray, starts: np.ndarray, length: int) -> dict[str,
     return {"tokens": tokens, "weights": np.ones((*starts.shape, length), np.float32)}
 
 
-def recall_windows(task: Task, rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+def recall_windows(
+    rng: np.random.Generator, shape: tuple[int, ...], length: int, pairs: int, dense: float | int = 0
+) -> dict[str, np.ndarray]:
     """Associative recall: `pairs` of a key and a value, then each key once more among fillers.
 
     Keys are 1 to 127, no two alike in a sequence, values 128 to 255. The token behind a repeated key is its value: that
     prediction has weight 1, all others 0.
+
+    Args:
+        rng: source of the sequences.
+        shape: of the batches.
+        length: of the predictions.
+        pairs: of keys and values.
+        dense: share of the sequences that have no fillers: every place asks for a key drawn at random.
     """
     count = int(np.prod(shape))
-    pairs, slots = task.pairs, (task.length + 1) // 2 - task.pairs
+    slots = (length + 1) // 2 - pairs
     if slots < pairs:
-        raise ValueError(f"length={task.length} is too short for pairs={pairs}")
+        raise ValueError(f"length={length} is too short for pairs={pairs}")
     keys = np.argsort(rng.random((count, 127)), axis=1)[:, :pairs] + 1
     values = rng.integers(128, 256, (count, pairs))
-    tokens = np.zeros((count, task.length + 1), np.int32)
-    weights = np.zeros((count, task.length), np.float32)
-    tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
-    places = 2 * (pairs + np.argsort(rng.random((count, slots)), axis=1)[:, :pairs])
+    # Each key at one place, drawn without repetition; -1 is a filler.
+    asked = np.full((count, slots), -1)
     row = np.arange(count)[:, None]
-    tokens[row, places], tokens[row, places + 1] = keys, values
-    weights[row, places] = 1
+    asked[row, np.argsort(rng.random((count, slots)), axis=1)[:, :pairs]] = np.arange(pairs)
+    filled = rng.random((count, 1)) < dense
+    asked = np.where(filled, rng.integers(0, pairs, (count, slots)), asked)
+    tokens = np.zeros((count, length + 1), np.int32)
+    weights = np.zeros((count, length), np.float32)
+    tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
+    begin, end = 2 * pairs, 2 * (pairs + slots)
+    tokens[:, begin:end:2] = np.where(asked < 0, 0, keys[row, asked])
+    tokens[:, begin + 1 : end : 2] = np.where(asked < 0, 0, values[row, asked])
+    weights[:, begin:end:2] = asked >= 0
     return {
         "tokens": tokens.reshape(*shape, -1),
         "weights": weights.reshape(*shape, -1),
@@ -140,13 +173,17 @@ def recall_windows(task: Task, rng: np.random.Generator, shape: tuple[int, ...])
 def training_batches(task: Task, seed: int) -> Any:
     """Chunks of batches, `tokens` int32[steps, batch, length + 1], the same for every arm."""
     rng = np.random.default_rng(seed)
-    for begin in range(0, task.steps, CHUNK):
-        shape = (min(CHUNK, task.steps - begin), task.batch)
-        if task.pairs:
-            yield recall_windows(task, rng, shape)
-        else:
-            side = load_text(task.text_bytes).train
-            yield text_windows(side, rng.integers(0, len(side) - task.length - 1, shape), task.length)
+    for length, pairs, batch, steps in task.stages or [
+        Stage(task.length, task.pairs, task.batch, task.steps)
+    ]:
+        for begin in range(0, steps, CHUNK):
+            shape = (min(CHUNK, steps - begin), batch)
+            if pairs:
+                # Many questions in a sequence make the way to answer them found soon.
+                yield recall_windows(rng, shape, length, pairs, dense=0.5)
+            else:
+                side = load_text(task.text_bytes).train
+                yield text_windows(side, rng.integers(0, len(side) - length - 1, shape), length)
 
 
 class Programs:
@@ -269,14 +306,16 @@ def _optimizer(rate: float, steps: int) -> optax.GradientTransformation:
 
 def train_arm(of: Programs, arm: Arm, task: Task, seed: int) -> Any:
     """Trained parameters."""
-    optimizer = _optimizer(task.rate, task.steps)
+    optimizer = _optimizer(task.rate, task.total_steps)
     params = of.init(seed)
     carry = (params, jax.jit(optimizer.init)(params))
-    keys = jax.random.split(jax.random.key(seed + 1000), task.steps)
+    keys = jax.random.split(jax.random.key(seed + 1000), task.total_steps)
     advance = of.advance(arm, optimizer)
-    for number, batches in enumerate(training_batches(task, seed)):
-        first = number * CHUNK
-        carry = advance(carry, batches, keys[first : first + len(batches["tokens"])])
+    first = 0
+    for batches in training_batches(task, seed):
+        end = first + len(batches["tokens"])
+        carry = advance(carry, batches, keys[first:end])
+        first = end
     return carry[0]
 
 

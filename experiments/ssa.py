@@ -12,8 +12,9 @@ of 8, budget 4. Four arms with the same data order: SSA, both streams without al
 alone, all with the same gates. Losses are over positions from 32 on, which is where a budget of four blocks leaves
 something out, and over windows of four times the training length by position.
 
-Recall: pairs of a key and a value, then every key once more among fillers, whose value is asked for. A model trained in
-full and read sparse must lose here, or the task says nothing.
+Recall: pairs of a key and a value, then every key once more among fillers, whose value is asked for. The training goes
+from 2 pairs in 16 tokens to 16 pairs in 256, and half of its sequences ask at every place. The model that is trained in
+full must recall, and lose when it is read sparse, or the task says nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import numpy as np
 from effml import report
 from effml.report import Check, MethodCard, Result
 from experiments import _ssa_models as models
-from experiments._ssa_models import ABLATIONS, ARMS, Task
+from experiments._ssa_models import ABLATIONS, ARMS, Stage, Task
 
 METHOD = MethodCard(
     name="ssa",
@@ -52,6 +53,11 @@ METHOD = MethodCard(
 )
 
 
+# All arms learn on these. Rate and size of the weights were chosen for the model that is trained in full, by its share
+# of recalled values: at the weights of text the identity of a token drowns, and nothing is learnt.
+STAGES = (Stage(16, 2, 128, 100), Stage(32, 4, 64, 100), Stage(64, 8, 32, 100), Stage(256, 16, 16, 200))
+
+
 @dataclass(frozen=True)
 class Config:
     """Sizes of the experiment; the defaults are the `cpu` preset."""
@@ -62,16 +68,16 @@ class Config:
     text: Task = field(default_factory=Task)
     recall: Task = field(
         default_factory=lambda: Task(
-            "recall", steps=1500, batch=32, length=256, pairs=16, rate=3e-3, text_bytes=0
+            "recall", length=256, pairs=16, stages=STAGES, initializer_std=0.05, text_bytes=0
         )
     )
     budgets: tuple[int, ...] = (2, 4, 8, 16)
     first: int = 32
     """First position that counts in the losses of text."""
-    windows: int = 512
+    windows: int = 256
     long: int = 4
     """Length of the long windows, in training lengths."""
-    long_windows: int = 64
+    long_windows: int = 32
     recall_windows: int = 256
     arms: tuple[str, ...] = tuple(ARMS)
     ablations: tuple[str, ...] = ()
@@ -191,7 +197,7 @@ def _measure_text(config: Config, of: models.Programs, task: Task, arm: Any, par
 def _measure_recall(config: Config, of: models.Programs, task: Task, arm: Any, params: Any) -> dict[str, Any]:
     """Share of the asked values that are recalled, in both modes."""
     shape = (-(-config.recall_windows // BATCH), min(config.recall_windows, BATCH))
-    batch = models.recall_windows(task, np.random.default_rng(10_000), shape)
+    batch = models.recall_windows(np.random.default_rng(10_000), shape, task.length, task.pairs)
     weights = batch["weights"].reshape(-1, task.length)
     found = {}
     for mode in ("full", "sparse"):
@@ -280,6 +286,13 @@ CHECKS = [
         ">=",
         -0.01,
         f"{SPEC} E2",
+    ),
+    Check(
+        "recall: the model trained in full, read in full",
+        lambda r: _of(r, "recall_full_full_accuracy")[0],
+        ">=",
+        0.95,
+        "else nothing was learnt",
     ),
     Check(
         "recall: what the model trained in full loses when it is read sparse",
