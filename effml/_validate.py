@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["count", "floating_dtype", "missing_package", "one_of", "positive", "seed_in_range"]
+__all__ = ["count", "floating_dtype", "missing_package", "one_of", "positive", "real", "seed_in_range"]
 
 
 def one_of(argument: str, value: str, allowed: Iterable[str]) -> str:
@@ -67,6 +67,24 @@ def count(argument: str, value: Any) -> int:
             positive(argument, value)
         raise TypeError(f"{argument}={value!r} must be an integer") from None
     return int(positive(argument, whole))
+
+
+def real(argument: str, value: Any) -> float:
+    """Returns `value` as a float if it is a real number, NaN and infinity among them, else raises naming `argument`.
+
+    Raises:
+        TypeError: for text, None, a boolean, or an array of several numbers.
+
+    Example:
+        >>> real("delta", 5)
+        5.0
+    """
+    try:
+        if isinstance(value, (str, bytes, bool)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{argument}={value!r} must be a number") from None
 
 
 def floating_dtype(argument: str, value: Any) -> Any:

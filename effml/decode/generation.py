@@ -18,14 +18,16 @@ to powers of two, so a second prompt of about the same length compiles nothing.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, PRNGKeyArray
 
-from effml._validate import count, positive
+from effml._validate import count
 from effml.decode import _loop
 from effml.decode.chat import StopTexts
 from effml.decode.sampling import SamplingConfig
@@ -180,7 +182,7 @@ def stream(
         >>> len(list(stream(model, [1, 2, 3], max_new_tokens=5, chunk=2)))
         5
     """
-    positive("chunk", chunk)
+    count("chunk", chunk)
     tokens = as_ids("prompt", prompt)[None]
     sizes = np.array([tokens.shape[1]], np.int32)
     run = Run(model, tokens, sizes, max_new_tokens, sampling, key, stop_ids, cache_init, append, attention)
@@ -241,7 +243,7 @@ def stream_text(
         >>> sum(count for _, count in stream_text(model, "def ", max_new_tokens=5, stop_ids=()))
         5
     """
-    positive("chunk", chunk)
+    count("chunk", chunk)
     stops = StopTexts(stop)
     tokenizer, tokens = encode_text(model, prompt, special_tokens=special_tokens, prefix=prefix)
     sizes = np.array([tokens.shape[1]], np.int32)
@@ -300,7 +302,15 @@ class Run:
         attention: Callable[..., Any] | None,
     ):
         count("max_new_tokens", max_new_tokens)
+        for name in ("params", "config", "forward"):
+            if not hasattr(model, name):
+                raise TypeError(
+                    f"model={type(model).__name__!r} must have params, config and forward: no {name}"
+                )
         sampling = SamplingConfig() if sampling is None else sampling
+        if not isinstance(sampling, SamplingConfig):
+            raise TypeError(f"sampling={sampling!r} must be a SamplingConfig")
+        _check_key(key)
         if not sampling.greedy and key is None:
             raise ValueError(f"temperature={sampling.temperature!r} draws at random: give a key")
         if (append is not None or attention is not None) and cache_init is None:
@@ -331,7 +341,7 @@ class Run:
         self.capacities = _loop.capacities(
             width, max(width, longest + max_new_tokens), growing=cache_init is None
         )
-        stops = sorted({int(token) for token in stop_ids})
+        stops = _as_stops(stop_ids)
         if stops and not 0 <= stops[0] <= stops[-1] < model.config.vocab_size:
             raise ValueError(
                 f"stop_ids={stops} must be within the vocabulary 0..{model.config.vocab_size - 1}"
@@ -399,7 +409,12 @@ def as_ids(name: str, ids: Any) -> np.ndarray:
 
 
 def as_prompts(prompt_tokens: Any, lengths: Any) -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.asarray(prompt_tokens)
+    try:
+        tokens = np.asarray(prompt_tokens)
+    except ValueError:
+        raise ValueError(
+            "prompt_tokens are rows of different lengths: pad_prompts makes one array and the lengths of them"
+        ) from None
     if tokens.ndim != 2 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise ValueError(
             "prompt_tokens must be integer ids of shape [batch, length] (see pad_prompts), "
@@ -417,6 +432,25 @@ def as_prompts(prompt_tokens: Any, lengths: Any) -> tuple[np.ndarray, np.ndarray
             f"{sizes.tolist()}"
         )
     return tokens, sizes.astype(np.int32)
+
+
+def _as_stops(stop_ids: Any) -> list[int]:
+    try:
+        return sorted({operator.index(token) for token in stop_ids})
+    except TypeError:
+        raise TypeError(f"stop_ids={stop_ids!r} must be integer ids, such as [2]") from None
+
+
+def _check_key(key: Any) -> None:
+    """One key of either kind; rows and tokens get theirs from it."""
+    if key is None:
+        return
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not typed and dtype != np.uint32:
+        raise TypeError(f"key={key!r} must be a jax.random.key")
+    if shape != () and (typed or len(shape or ()) != 1):
+        raise ValueError(f"keys of shape {shape} were given: one jax.random.key serves the whole batch")
 
 
 def _check_vocabulary(tokens: np.ndarray, lengths: np.ndarray, config: Any) -> None:

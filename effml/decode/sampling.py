@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from effml._validate import positive
+from effml._validate import count, real
 
 __all__ = ["SamplingConfig", "filter_logits", "sample"]
 
@@ -33,6 +33,7 @@ class SamplingConfig:
 
     Raises:
         ValueError: for a value out of range, or truncation together with temperature 0.
+        TypeError: for what is no number, or a `top_k` that is no integer.
 
     Example:
         >>> SamplingConfig().greedy
@@ -44,13 +45,13 @@ class SamplingConfig:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not (math.isfinite(real("temperature", self.temperature)) and self.temperature >= 0):
             raise ValueError(f"temperature={self.temperature!r} must be 0 (greedy) or above, and finite")
         if self.top_k is not None:
-            if not isinstance(self.top_k, int) or isinstance(self.top_k, bool):
-                raise ValueError(f"top_k={self.top_k!r} must be an integer or None")
-            positive("top_k", self.top_k)
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+            if isinstance(self.top_k, bool):
+                raise TypeError(f"top_k={self.top_k!r} must be an integer or None")
+            count("top_k", self.top_k)
+        if self.top_p is not None and not 0 < real("top_p", self.top_p) <= 1:
             raise ValueError(f"top_p={self.top_p!r} must be above 0 and at most 1")
         if self.greedy and (self.top_k is not None or self.top_p is not None):
             raise ValueError(

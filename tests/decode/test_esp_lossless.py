@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from effml.decode import SamplingConfig, _loop, esp, generate, pad_prompts
-from effml.decode.esp import _generate
+from effml.decode.esp import _generate, _step
 from effml.decode.generation import Run
 from effml.nn.transformer import TransformerConfig, forward, stack_layers
 from tests.decode.esp_models import CONFIG, PROMPTS, make_model, trained_model
@@ -197,6 +197,24 @@ def test_streams_give_the_same_and_nothing_is_compiled_twice():
             whole = esp.generate(model, [prompt], **options)
             assert tokens == whole.tokens[0, : whole.lengths[0]].tolist()
             assert streamed.stats.tokens == whole.stats.tokens
+
+
+def test_a_stop_while_the_model_runs_leaves_the_numbers(monkeypatch):
+    """The interrupt comes when the passes have taken the state, and nothing has taken its place yet."""
+    write, calls = _step.write, itertools.count()
+
+    def stopped(*args, **kwargs):
+        state = write(*args, **kwargs)
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return state
+
+    monkeypatch.setattr(_step, "write", stopped)
+    streamed, tokens = esp.stream(make_model(), PROMPTS[0], max_new_tokens=40, config=SMALL, chunk=4), []
+    with pytest.raises(KeyboardInterrupt):
+        tokens.extend(iter(streamed))
+    assert len(tokens) >= 9
+    assert streamed.stats.tokens == len(tokens) - 1
 
 
 def test_strict_decides_near_ties_as_plain_decoding_does():

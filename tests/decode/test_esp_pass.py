@@ -98,6 +98,33 @@ def test_the_first_tree_comes_from_masks_behind_the_prompt():
         assert tree.tokens[b, 1:5].tolist() == best[:4]
 
 
+@pytest.mark.parametrize("config", [STATIC, DYNAMIC], ids=["static", "dynamic"])
+def test_the_next_tree_comes_from_the_masks_behind_the_last_node_of_the_path(config):
+    """Behind the root alone they would speak of tokens that are written already."""
+    model = trained_model()
+    tokens, lengths = pad_prompts(PROMPTS)
+    frozen = _loop.freeze(model.forward, model.config, None, None, None)
+    drafter = esp.ESPDrafter(config)
+    options = {"model": frozen, "sampling": SamplingConfig(), "drafter": drafter, "rules": esp.Rules()}
+    stops = jnp.full(4, -1, jnp.int32)
+    state = _step.prefill(model.params, tokens, lengths, None, stops, None, capacity=128, room=132, **options)
+    step = jax.jit(functools.partial(esp.esp_step, **options))
+    longest = 1
+    for _ in range(4):
+        after = step(model.params, state, None, stops, jnp.int32(60))
+        count = np.asarray(after.length - state.length)
+        longest = max(longest, count.max())
+        x = np.zeros((len(count), 48, CONFIG.width), np.float32)
+        for b, length in enumerate(np.asarray(after.length)):
+            x[b, : length - 1] = embed(model.params, after.text[b : b + 1, : length - 1], CONFIG)[0]
+            x[b, length - 1 : length + 1] = state.memory.masks[b]
+        at = np.asarray(after.length)[:, None] - 1 + np.arange(2)
+        wanted = embedded_logits(model, x, at)
+        np.testing.assert_allclose(after.memory.logits, wanted, atol=1e-5 * np.abs(wanted).max())
+        state = after
+    assert longest > 1
+
+
 def test_masks_are_invisible_to_the_tree():
     """Noise in their place changes what they propose, and not one node's logits."""
     model = make_model()

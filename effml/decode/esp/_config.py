@@ -7,7 +7,7 @@ import math
 import operator
 from dataclasses import dataclass
 
-from effml._validate import one_of
+from effml._validate import one_of, real
 
 __all__ = ["MASK_INITS", "VERIFICATIONS", "ESPConfig"]
 
@@ -43,7 +43,8 @@ class ESPConfig:
 
     Raises:
         ValueError: for values out of range, or more widths than masks.
-        TypeError: for a count that is no integer.
+        TypeError: for a count that is no integer, a rate that is no number, a switch that is no boolean, or a
+            `mask_init` that is no name (vectors of your own are the `given` of `generate`).
 
     Source: Goel et al. 2026, arXiv:2603.17942, sections 3 and 4.
 
@@ -68,13 +69,20 @@ class ESPConfig:
 
     def __post_init__(self) -> None:
         _whole("num_masks", self.num_masks, 0)
+        if not isinstance(self.mask_init, str):
+            raise TypeError(
+                f"mask_init={self.mask_init!r} must be a name; give masks of your own to `generate` as `given`"
+            )
         one_of("mask_init", self.mask_init, MASK_INITS)
         one_of("verify", self.verify, VERIFICATIONS)
-        if self.ema is not None and not 0 <= self.ema <= 1:
+        for name in ("prune_repeats", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.ema is not None and not 0 <= real("ema", self.ema) <= 1:
             raise ValueError(f"ema={self.ema!r} must be between 0 and 1")
-        if not math.isfinite(self.sigmas):
+        if not math.isfinite(real("sigmas", self.sigmas)):
             raise ValueError(f"sigmas={self.sigmas!r} must be finite")
-        if not (math.isfinite(self.tie_tolerance) and self.tie_tolerance >= 0):
+        if not (math.isfinite(real("tie_tolerance", self.tie_tolerance)) and self.tie_tolerance >= 0):
             raise ValueError(f"tie_tolerance={self.tie_tolerance!r} must be 0 or above, and finite")
         if self.num_tokens is not None:
             _whole("num_tokens", self.num_tokens, 1)

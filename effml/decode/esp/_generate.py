@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Bool, Int, PRNGKeyArray
 
 from effml._validate import count as check_count
-from effml._validate import positive
 from effml.decode import _loop
 from effml.decode.chat import StopTexts
 from effml.decode.esp import _step
@@ -251,7 +250,7 @@ def stream(
         >>> len(list(stream(model, [1, 2, 3], max_new_tokens=4, config=ESPConfig(widths=(2,)))))
         4
     """
-    positive("chunk", chunk)
+    check_count("chunk", chunk)
     tokens = as_ids("prompt", prompt)[None]
     sizes = np.array([tokens.shape[1]], np.int32)
     run = ESPRun(model, tokens, sizes, max_new_tokens, sampling, key, stop_ids, cache_init, append, attention)
@@ -321,7 +320,7 @@ def stream_text(
         >>> sum(count for _, count in pieces)
         4
     """
-    positive("chunk", chunk)
+    check_count("chunk", chunk)
     stops = StopTexts(stop)
     tokenizer, tokens = encode_text(model, prompt, special_tokens=special_tokens, prefix=prefix)
     sizes = np.array([tokens.shape[1]], np.int32)
@@ -334,6 +333,8 @@ def stream_text(
 class ESPRun(Run):
     """One checked call, with a drafter."""
 
+    _stats: ESPStats | None = None
+
     def drafting(
         self,
         config: ESPConfig | None,
@@ -344,6 +345,10 @@ class ESPRun(Run):
     ) -> ESPRun:
         """Checks what plain decoding does not know, and returns itself."""
         config = ESPConfig() if config is None else config
+        if not isinstance(config, ESPConfig):
+            raise TypeError(f"config={config!r} must be an ESPConfig")
+        if drafter is not None and not isinstance(drafter, Drafter):
+            raise TypeError(f"drafter={drafter!r} must be a Drafter, such as PromptLookup()")
         frozen, sampling = self.static["model"], self.static["sampling"]
         _check_model(frozen, self.params)
         config = config.for_vocabulary(frozen.config.vocab_size)
@@ -399,6 +404,7 @@ class ESPRun(Run):
             room=self.room,
             **self.static,
         )
+        self._count()
         given_out = 0
         while True:
             yield (new := self._new(given_out))
@@ -421,13 +427,18 @@ class ESPRun(Run):
                     jnp.int32(capacity if larger else _NEVER),
                     **self.static,
                 )
+                self._count()
 
     def stats(self) -> ESPStats:
         """The numbers so far."""
-        if not hasattr(self, "spec_state"):
+        if self._stats is None:
             raise ValueError("nothing has been written yet")
+        return self._stats
+
+    def _count(self) -> None:
+        # Taken at once: a stop in the next call finds the state donated, and its arrays gone.
         state = self.spec_state
-        return ESPStats(
+        self._stats = ESPStats(
             np.asarray(state.calls),
             np.asarray(state.written) - 1,
             np.asarray(state.accepted),
@@ -472,10 +483,17 @@ def _check_model(model: _loop.Model, params: Any) -> None:
 def _check_masks(given: Any, batch: int, masks: int, width: int) -> None:
     if given is None:
         return
-    shape, wanted = np.shape(given), (batch, masks, width)
+    wanted = (batch, masks, width)
+    try:
+        shape, dtype = (
+            np.shape(given),
+            jnp.result_type(given if hasattr(given, "dtype") else np.asarray(given)),
+        )
+    except (TypeError, ValueError):
+        raise TypeError(f"given={given!r} must be an array of masks, that broadcasts to {wanted}") from None
     fits = len(shape) <= 3 and all(a in (1, b) for a, b in zip(shape[::-1], wanted[::-1]))
-    if not fits or not jnp.issubdtype(jnp.result_type(given), jnp.floating):
+    if not fits or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
-            f"masks of shape {shape}, {jnp.result_type(given)}, were given; floating-point numbers of shape "
+            f"masks of shape {shape}, {dtype}, were given; floating-point numbers of shape "
             f"{wanted} (batch, num_masks, width), or what broadcasts to it, are needed"
         )
