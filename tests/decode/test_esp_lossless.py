@@ -231,14 +231,12 @@ def test_strict_decides_near_ties_as_plain_decoding_does():
 
     model.forward = lambda params, tokens, **kwargs: off(params, tokens, config=CONFIG, **kwargs)
     one = {"num_masks": 1, "widths": (4,)}
-    # The pass that reads the prompt is disturbed too, with strict or without: begin behind it.
     loose = drafted(model, config=esp.ESPConfig(**one, tie_tolerance=0.41))
     strict = drafted(model, config=esp.ESPConfig(**one, strict=True, tie_tolerance=0.41))
-    same_first = wanted.tokens[:, 0] == strict.tokens[:, 0]
-    assert same_first.sum() >= 3
-    assert (loose.tokens != wanted.tokens)[same_first].any()
-    np.testing.assert_array_equal(strict.tokens[same_first], wanted.tokens[same_first])
-    assert strict.stats.divergences > 0
+    # The pass that reads the prompt is disturbed too: even first tokens differ without strict.
+    assert (loose.tokens != wanted.tokens)[:, 0].any()
+    np.testing.assert_array_equal(strict.tokens, wanted.tokens)
+    assert 0 < strict.stats.divergences <= strict.stats.near_ties
     assert loose.stats.divergences == 0
     assert loose.stats.near_ties > 0
     assert strict.stats.tokens.sum() < strict.stats.calls.sum() + strict.stats.accepted.sum()

@@ -174,6 +174,25 @@ def test_the_alignment_probe_sees_states_come_near():
     assert esp.hit_rates(found[:, 0], jnp.asarray(plain[:, 1]), (1,)) == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("prefixes", "options", "named"),
+    [
+        ([[1]], {}, "length >= 2"),
+        (np.zeros((0, 4), np.int32), {}, "prefixes >= 1"),
+        ([[1, 61]], {}, "outside the vocabulary 0..60"),
+        ([[1, -2]], {}, "outside the vocabulary"),
+        ([[1, 2]], {"prompt": 0}, "prompt=0"),
+        ([[1, 2]], {"prompt": 3}, "prompt=3 is more than the 2"),
+        ([[1, 2]], {"top": 0}, "top=0"),
+        ([[1, 2]], {"config": esp.ESPConfig(num_masks=0)}, "num_masks=0"),
+    ],
+)
+def test_what_cannot_be_probed_is_named(prefixes, options, named):
+    """Means over no token, or over tokens that are not there, would give numbers all the same."""
+    with pytest.raises(ValueError, match=named):
+        esp.alignment_probe(trained_model(), np.asarray(prefixes), **options)
+
+
 def test_bad_drafters_are_named():
     with pytest.raises(ValueError, match="ngram=1"):
         esp.Lookahead(ngram=1)
@@ -183,7 +202,21 @@ def test_bad_drafters_are_named():
         esp.count_candidates(np.arange(3), 4, (2,), "roots")
     with pytest.raises(ValueError, match="more candidates"):
         esp.count_candidates(np.arange(3), 4, (5,), "root")
-    with pytest.raises(ValueError, match="prefixes"):
-        esp.alignment_probe(trained_model(), np.array([[1]]))
+    with pytest.raises(ValueError, match="branches=200"):
+        esp.Lookahead(branches=200, size=128)
+    with pytest.raises(ValueError, match="anchor='rot'"):
+        esp.CountDrafter((2,), "rot")
+    for widths in ((), (0,)):
+        for drafter in (esp.CountDrafter, esp.NgramCache):
+            with pytest.raises((TypeError, ValueError), match="widths"):
+                drafter(widths)
+    with pytest.raises(ValueError, match="longer=nan"):
+        esp.NgramCache((2,), float("nan"))
+    with pytest.raises(ValueError, match="more candidates than the 61"):
+        written(esp.NgramCache((99,)), trained_model())
+    for ids, named in ((np.array([1, 9, 1]), "from 1 to 9"), (np.array([-1, 2]), "from -1")):
+        for anchor in ("none", "root"):
+            with pytest.raises(ValueError, match=named):
+                esp.count_candidates(ids, 5, (2,), anchor)
     with pytest.raises(ValueError, match="give a key"):
         written(esp.Drafter(), trained_model(), SamplingConfig(temperature=1.0))

@@ -36,8 +36,10 @@ class ESPConfig:
         prune_repeats: whether a candidate that repeats its parent's token makes way for the next one.
         verify: `"exact"` writes the very tokens that plain decoding would; `"rejection"` draws candidates and accepts
             them by rejection sampling, whose tokens have the same distribution but are others.
-        strict: whether a choice whose two best scores lie closer than `tie_tolerance` is made by a pass over one row,
-            as plain decoding makes it: in low precision the shape of a product decides such ties.
+        strict: whether a choice whose two best scores lie closer than `tie_tolerance` is made by a pass over one row
+            (the first: over the prompt alone), as plain decoding makes it: in low precision the shape of a product
+            decides such ties. What the cache holds still comes from passes over many rows, so a choice may differ
+            whose gap is larger than the tolerance.
         tie_tolerance: in the scores that are compared (nats, divided by the temperature).
         num_tokens: ids from here on pad the vocabulary and are never drafted; None is the model's whole vocabulary.
 

@@ -26,14 +26,15 @@ _NEVER = np.iinfo(np.int32).max
 
 
 class ESPStats(NamedTuple):
-    """How many passes of the model a batch took. The pass that reads the prompts, and its token, are not counted.
+    """How many passes of the model a batch took. The pass that reads the prompts is not counted.
 
     Attributes:
         calls: int32[batch], passes until each sequence had ended (with those that decided near-ties again).
-        tokens: int32[batch], tokens that they wrote, stop ids among them.
+        tokens: int32[batch], tokens that they wrote, stop ids among them; not the one that follows the prompt.
         accepted: int32[batch, depths], passes in which a candidate of that depth was accepted.
-        near_ties: tokens whose choice was closer than `ESPConfig.tie_tolerance`.
-        divergences: near-ties that a pass over one row decided otherwise (with `strict`).
+        near_ties: tokens, the one that follows the prompt too, whose choice was closer than
+            `ESPConfig.tie_tolerance`.
+        divergences: near-ties that a pass without drafts decided otherwise (with `strict`).
     """
 
     calls: Int[np.ndarray, " batch"]

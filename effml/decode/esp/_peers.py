@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from effml._validate import count as check_count
-from effml._validate import one_of
+from effml._validate import one_of, real
 from effml.decode.esp._drafters import Drafter, Extra, Prompt, Seen, Text
 from effml.decode.esp._tree import Tree, TreeSpec
 
@@ -37,15 +37,22 @@ def count_candidates(
         int32 ids; ties go to the lower id. With `"none"` there is one anchor.
 
     Raises:
-        ValueError: for an unknown anchor, or more candidates than tokens.
+        ValueError: for an unknown anchor, ids outside the vocabulary, or more candidates than tokens.
+        TypeError: for ids or widths that are no integers.
 
     Example:
         >>> count_candidates(np.array([0, 1, 0, 1, 0, 2]), 3, (2,), "root")[0, 0].tolist()
         [1, 2]
     """
     one_of("anchor", anchor, _ANCHORS)
-    if max(widths) > vocab_size:
-        raise ValueError(f"widths={widths!r} ask for more candidates than the {vocab_size} tokens there are")
+    _check_widths(widths, vocab_size)
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise TypeError(f"tokens must be integer ids of one text, got shape {tokens.shape}, {tokens.dtype}")
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise ValueError(
+            f"tokens hold ids from {tokens.min()} to {tokens.max()}, outside the vocabulary 0..{vocab_size - 1}"
+        )
     tables = []
     for depth in range(1, len(widths) + 1):
         if anchor == "none":
@@ -56,6 +63,15 @@ def count_candidates(
             counts = np.bincount(pairs, minlength=vocab_size**2).reshape(vocab_size, vocab_size)
         tables.append(np.argsort(-counts, axis=1, kind="stable")[:, : max(widths)])
     return np.stack(tables).astype(np.int32)
+
+
+def _check_widths(widths: Any, vocab_size: int | None = None) -> None:
+    if not isinstance(widths, tuple) or not widths:
+        raise TypeError(f"widths={widths!r} must be a tuple of one or more integers")
+    for width in widths:
+        check_count("widths", width)
+    if vocab_size is not None and max(widths) > vocab_size:
+        raise ValueError(f"widths={widths!r} ask for more candidates than the {vocab_size} tokens there are")
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,10 @@ class CountDrafter(Drafter):
 
     widths: tuple[int, ...]
     anchor: str = "none"
+
+    def __post_init__(self) -> None:
+        _check_widths(self.widths)
+        one_of("anchor", self.anchor, _ANCHORS)
 
     @property
     def depths(self) -> int:
@@ -170,13 +190,23 @@ class NgramCache(Drafter):
     widths: tuple[int, ...] = (3, 1)
     longer: float | int = 4.0
 
+    def __post_init__(self) -> None:
+        _check_widths(self.widths)
+        if not 0 <= real("longer", self.longer) < float("inf"):
+            raise ValueError(f"longer={self.longer!r} must be 0 or above, and finite")
+
     @property
     def depths(self) -> int:
         """Depth of the deepest candidate."""
         return len(self.widths)
 
     def start(self, prompt: Prompt) -> Any:
-        """An empty count for every token."""
+        """An empty count for every token.
+
+        Raises:
+            ValueError: if a width is more than the vocabulary.
+        """
+        _check_widths(self.widths, prompt.config.vocab_size)
         return jnp.zeros(prompt.config.vocab_size)
 
     def draft(self, memory: Any, text: Text) -> Tree:
@@ -244,6 +274,10 @@ class Lookahead(Drafter):
             check_count(name, getattr(self, name))
         if check_count("ngram", self.ngram) < 2:
             raise ValueError(f"ngram={self.ngram} must be 2 or above: the first token is the root")
+        if self.branches > self.size:
+            raise ValueError(
+                f"branches={self.branches} n-grams are more than the size={self.size} that are kept"
+            )
 
     @property
     def depths(self) -> int:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from effml._validate import count as check_count
 from effml._validate import positive
 from effml.decode import _loop
 from effml.decode.esp._config import ESPConfig
@@ -166,7 +167,9 @@ def alignment_probe(
         An `AlignmentProbe`.
 
     Raises:
-        ValueError: for prefixes of fewer than 2 tokens or no masks.
+        ValueError: for prefixes of fewer than 2 tokens, ids outside the vocabulary, a prompt that is not a beginning
+            of them, or no masks.
+        TypeError: for ids, `prompt` or `top` that are no integers.
 
     Source: arXiv:2603.17942, section on alignment and its lemma.
 
@@ -183,12 +186,23 @@ def alignment_probe(
         (1, 1, 2)
     """
     config = ESPConfig() if config is None else config
-    prefixes = np.asarray(prefixes, np.int32)
-    if prefixes.ndim != 2 or prefixes.shape[1] < 2:
-        raise ValueError(f"prefixes of shape {prefixes.shape} must be [prefixes, length >= 2]")
+    prefixes = np.asarray(prefixes)
+    if prefixes.ndim != 2 or prefixes.shape[0] < 1 or prefixes.shape[1] < 2:
+        raise ValueError(f"prefixes of shape {prefixes.shape} must be [prefixes >= 1, length >= 2]")
+    if prefixes.dtype.kind not in "iu":
+        raise TypeError(f"prefixes of {prefixes.dtype} must be integer ids")
+    vocab = model.config.vocab_size
+    if prefixes.min() < 0 or prefixes.max() >= vocab:
+        raise ValueError(
+            f"prefixes hold ids from {prefixes.min()} to {prefixes.max()}, outside the vocabulary 0..{vocab - 1}"
+        )
+    prefixes = prefixes.astype(np.int32)
     positive("num_masks", config.num_masks)
     frozen = _loop.freeze(model.forward, model.config, None, None, None)
-    prompt = prefixes.shape[1] // 2 if prompt is None else prompt
+    prompt = prefixes.shape[1] // 2 if prompt is None else check_count("prompt", prompt)
+    if prompt > prefixes.shape[1]:
+        raise ValueError(f"prompt={prompt} is more than the {prefixes.shape[1]} tokens of a prefix")
+    check_count("top", top)
     parts = _align(
         model.params, jnp.asarray(prefixes), key, model=frozen, config=config, prompt=prompt, top=top
     )

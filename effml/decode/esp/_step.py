@@ -96,7 +96,6 @@ def prefill(
     room: int,
 ) -> State:
     """Reads the prompts (int32[batch, length], padded on the right), chooses the first new tokens, and probes."""
-    del rules
     batch, width = tokens.shape
     embed_ = functools.partial(embed, params, config=model.config)
     x = embed_(tokens)
@@ -122,6 +121,15 @@ def prefill(
     cache = model.commit(params, cache, keys, values, lengths)
     zeros = jnp.zeros(batch, jnp.int32)
     first = choose(out.logits[:, 0], index_keys(key, zeros), sampling)
+    near, differs = first.margin < rules.tie_tolerance, zeros > 0
+    if rules.strict:
+        alone = jax.lax.cond(
+            near.any(),
+            lambda: model.forward(params, tokens, cache=seen, logits_for=lengths[:, None] - 1).logits[:, 0],
+            lambda: out.logits[:, 0],
+        )
+        decided = choose(jnp.where(near[:, None], alone, out.logits[:, 0]), index_keys(key, zeros), sampling)
+        first, differs = decided, near & (decided.token != first.token)
     ok = (~first.failed).astype(jnp.int32)
     shown = Seen(out.logits[:, 1:], zeros, first.token[:, None], ok, embed_)
     text = jnp.zeros((batch, room), jnp.int32).at[:, :width].set(tokens)
@@ -135,8 +143,8 @@ def prefill(
         memory=drafter.observe(memory, shown),
         calls=zeros,
         accepted=jnp.zeros((batch, drafter.depths), jnp.int32),
-        near_ties=zeros,
-        divergences=zeros,
+        near_ties=near.astype(jnp.int32),
+        divergences=differs.astype(jnp.int32),
     )
 
 
@@ -260,6 +268,8 @@ def esp_step(
     path = verify(tree, drafter.depths, choice)
     places = jnp.arange(drafter.depths + 1)
     near = path.margins < rules.tie_tolerance
+    if rules.strict:  # one that was decided again was near before
+        near = near.at[:, 0].set(first.margin < rules.tie_tolerance)
     stops = (path.tokens[:, :, None] == stop_ids).any(-1)
     count = jnp.minimum(path.count, limit - state.written)
     count = jnp.minimum(count, jnp.where(stops, places + 1, _NEVER).min(1))
