@@ -122,7 +122,10 @@ def main() -> None:
             ),
         }
         if model.kind == "binary":
-            row |= {"bits_per_weight": model.config.bits_per_weight, "goal_met": against["median"] >= GOAL}
+            row |= {
+                "bits_per_weight": model.config.bits_per_weight,
+                "goal_met": bool(against["median"] >= GOAL),
+            }
         rows.append(row)
     rich.print(table([_shown(row) for row in rows]))
     result = {

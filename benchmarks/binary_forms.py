@@ -9,7 +9,7 @@
 | unpack | XLA: signs become a matrix of +1 and -1, then a dot |
 | dense | `jnp.dot` with the float32 kernel; dense_native is `pallas_kernels.matvec` |
 
-One program computes 32 products in a row, each on weights of its own and each waiting for the one before, so that
+One program computes 16 products in a row, each on weights of its own and each waiting for the one before, so that
 kernels do not stay in a cache and a program's start is not what is timed. The forms take turns.
 
     python -m benchmarks.binary_forms           # about 2 minutes; pip install numba for the form of that name
@@ -39,7 +39,7 @@ from pallas_kernels.binary_matmul import availability, binary_matmul, unpack_sig
 from pallas_kernels.binary_matmul.bench import PRESETS, Case, relative_error, weights
 from pallas_kernels.matvec import matvec
 
-COPIES = 32
+COPIES = 16
 
 
 def sign_bytes(words: jax.Array) -> jax.Array:

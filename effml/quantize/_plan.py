@@ -246,6 +246,10 @@ def check_plan(given: QuantizationPlan | Any, config: TransformerConfig) -> None
         ValueError: the plan's steps=3 should be 0 with its other fields; make plans with effml.quantize.plan
     """
     if not isinstance(given, QuantizationPlan):
+        if getattr(given, "method", None) == "nanoquant":
+            raise TypeError(
+                "this is a plan of nanoquant's: effml.quantize.nanoquant.quantize_lm carries it out"
+            )
         raise TypeError(
             f"plan must be a QuantizationPlan, this is a {type(given).__name__}: make one with "
             "effml.quantize.plan, or QuantizationPlan.from_dict"
@@ -330,6 +334,11 @@ def plan(
     """
     if not isinstance(config, TransformerConfig):
         raise TypeError(f"config must be a TransformerConfig, this is a {type(config).__name__}")
+    if method == "nanoquant":
+        raise ValueError(
+            "method='nanoquant' has plans of its own: call effml.quantize.nanoquant.plan(config, "
+            "NanoQuantConfig(bits=1.0)), and quantize_lm of that module instead of apply"
+        )
     one_of("method", method, METHODS)
     weight_bits, activation_bits, key_value_bits = parse_bits(bits)
     if weight_bits == activation_bits == key_value_bits == FULL:

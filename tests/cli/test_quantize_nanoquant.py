@@ -1,5 +1,7 @@
 """`effml quantize --method nanoquant`: partial models that go on, what it prints, and what it refuses."""
 
+import os
+
 import jax
 import pytest
 
@@ -49,7 +51,13 @@ def model(tmp_path_factory):
 def test_a_partial_model_is_valid_and_goes_on(model, text, tmp_path, capsys):
     out = tmp_path / "small"
     words = ["quantize", model, "--method", "nanoquant", "--data", text, "--out", str(out), *FAST]
-    assert main([*words, "--blocks", "1"]) == 0
+    before = os.umask(0o027)  # files are for those whom it lets read, as any other program's
+    try:
+        assert main([*words, "--blocks", "1"]) == 0
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o640}
+    assert out.stat().st_mode & 0o777 == 0o750
     printed = capsys.readouterr()
     assert "1 of 2 blocks: the others are in full precision" in printed.out
     assert "with more --blocks" in printed.out

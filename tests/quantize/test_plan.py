@@ -186,6 +186,18 @@ def test_other_types_are_named():
         jax.jit(lambda kernel: quantize.rtn(kernel, 4).kernel)(np.ones((4, 2), np.float32))
 
 
+def test_nanoquant_is_told_where_its_plans_are():
+    from effml.quantize import nanoquant
+
+    with pytest.raises(
+        ValueError, match=r"call effml\.quantize\.nanoquant\.plan\(config, NanoQuantConfig\(bits=1.0"
+    ):
+        quantize.plan(small.CONFIG, method="nanoquant")
+    plan = nanoquant.plan(small.CONFIG, nanoquant.NanoQuantConfig(bits=3, multiple=8))
+    with pytest.raises(TypeError, match=r"nanoquant\.quantize_lm carries it out"):
+        quantize.apply(plan, small.params(), small.CONFIG, key=jax.random.key(0))
+
+
 def test_models_that_cannot_be_rotated_are_refused():
     config = dataclasses.replace(small.CONFIG, norm="layer")
     with pytest.raises(ValueError, match="norm='layer'"):
