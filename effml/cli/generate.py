@@ -55,7 +55,8 @@ class Command:
     """Texts that end the answer; they are not printed."""
     seed: int = 0
     masks: int | None = None
-    """With --decoder esp: soft masks behind every token, each proposing one token further ahead; None is 1."""
+    """With --decoder esp: soft masks behind every token, each proposing one token further ahead; None is 1, or one for
+    each of --widths. Several without --widths spread their candidates anew at every pass."""
     widths: tuple[int, ...] | None = None
     """With --decoder esp: candidates for each token ahead, such as `--widths 14` or `--widths 15 4`."""
     block_complexity: int | None = None
@@ -63,6 +64,9 @@ class Command:
     mask_init: str | None = None
     """With --decoder esp: what masks are: vocab_mean (also None), mean (of the prompt, moving with the text), zero,
     last_k, sample or mu_sigma."""
+    repeats: bool = False
+    """With --decoder esp: a candidate may be the token it follows, which it otherwise never is. For texts with runs of
+    one token, such as the spaces of a model of bytes."""
     strict: bool = False
     """With --decoder esp: decide near-ties as plain decoding does, for models in bfloat16."""
 
@@ -118,22 +122,27 @@ class Command:
             if (value := getattr(self, name)) is not None
         }
         if self.decoder != "esp":
-            if given or self.strict:
-                name = next(iter(given), "strict").replace("_", "-")
+            switches = [name for name in ("repeats", "strict") if getattr(self, name)]
+            if given or switches:
+                name = next(iter([*given, *switches])).replace("_", "-")
                 raise ValueError(f"--{name} needs --decoder esp")
             return None
         from effml.decode.esp import ESPConfig
 
+        if given.get("widths") == ():
+            raise ValueError(
+                "--widths needs the number of candidates for one token ahead or more: --widths 14"
+            )
         if "widths" in given and "block_complexity" in given:
             raise ValueError("--widths and --block-complexity exclude each other")
         if "masks" in given:
             given["num_masks"] = given.pop("masks")
         elif "widths" in given:
-            given["num_masks"] = max(len(given["widths"]), 1)
+            given["num_masks"] = len(given["widths"])
         # Several masks without widths: their candidates are spread by what the masks say.
         if "widths" not in given and ("block_complexity" in given or given.get("num_masks", 1) > 1):
             given["widths"] = None
-        return ESPConfig(**given, strict=self.strict)
+        return ESPConfig(**given, prune_repeats=not self.repeats, strict=self.strict)
 
     def _cache(self, model: LoadedModel) -> dict[str, Any]:
         """What --cache adds to a decoder's arguments."""

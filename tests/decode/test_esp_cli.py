@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from effml import models
@@ -24,7 +25,10 @@ def test_the_text_is_that_of_the_other_decoders(model, capsys):
     words = ["generate", model, "--prompt", "def f", "--max-new-tokens", "24"]
     assert main([*words, "--decoder", "greedy"]) == 0
     plain = capsys.readouterr().out
-    for options in (["--widths", "5"], ["--masks", "2", "--block-complexity", "12", "--mask-init", "zero"]):
+    for options in (
+        ["--widths", "5", "--repeats"],
+        ["--masks", "2", "--block-complexity", "12", "--mask-init", "zero"],
+    ):
         assert main([*words, "--decoder", "esp", *options]) == 0
         found = capsys.readouterr()
         assert found.out == plain
@@ -36,6 +40,19 @@ def test_the_text_is_that_of_the_other_decoders(model, capsys):
     assert sampled != plain
     assert main([*words, "--decoder", "esp", "--widths", "5", *drawn]) == 0
     assert capsys.readouterr().out == sampled
+
+
+def test_a_run_of_one_token_is_drafted_with_repeats_alone(tmp_path, capsys):
+    """Of tokens with one embedding follows one token for ever; without repeats no candidate can be it."""
+    config = TransformerConfig(256, 16, 1, 2, 24, tied_head=False)
+    params = init_params(jax.random.key(0), config)
+    table = params["embedding"]["table"]
+    params["embedding"]["table"] = jnp.broadcast_to(table[:1], table.shape)
+    models.save(tmp_path / "one", params, config, ByteTokenizer())
+    words = ["generate", str(tmp_path / "one"), "--prompt", "a", "--max-new-tokens", "9", "--decoder", "esp"]
+    for options, saved in ([], "1.00 tokens a pass"), (["--repeats"], "2.00 tokens a pass"):
+        assert main([*words, "--widths", "3", *options]) == 0
+        assert saved in capsys.readouterr().err
 
 
 def test_many_prompts_are_answered_in_one_batch(model, tmp_path, capsys):
@@ -107,6 +124,8 @@ def test_a_stop_in_mid_stream_keeps_the_text(model, capsys, monkeypatch):
     [
         (["--widths", "5"], "--widths needs --decoder esp"),
         (["--strict"], "--strict needs --decoder esp"),
+        (["--repeats"], "--repeats needs --decoder esp"),
+        (["--decoder", "esp", "--widths"], "--widths needs the number of candidates"),
         (["--decoder", "esp", "--top-k", "3"], "need a --temperature"),
         (["--decoder", "esp", "--widths", "5", "--block-complexity", "9"], "exclude each other"),
         (["--decoder", "esp", "--masks", "1", "--widths", "5", "2"], "2 depths, but num_masks=1"),
