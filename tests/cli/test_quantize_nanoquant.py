@@ -8,6 +8,7 @@ import pytest
 from effml import data, models, report
 from effml.cli import main
 from effml.nn import transformer
+from effml.nn.hub import _files
 from tests.cli.test_cli import fails
 from tests.quantize.small import quickly_compiled
 
@@ -48,7 +49,7 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-def test_a_partial_model_is_valid_and_goes_on(model, text, tmp_path, capsys):
+def test_a_partial_model_is_valid_and_goes_on(model, text, tmp_path, capsys, monkeypatch):
     out = tmp_path / "small"
     words = ["quantize", model, "--method", "nanoquant", "--data", text, "--out", str(out), *FAST]
     before = os.umask(0o027)  # files are for those whom it lets read, as any other program's
@@ -67,6 +68,22 @@ def test_a_partial_model_is_valid_and_goes_on(model, text, tmp_path, capsys):
     assert (loaded.kind, loaded.config.blocks_done) == ("binary", 1)
     assert loaded.extra["label"] == loaded.config.label
     assert report.Result.load(out / "result.json").summary["blocks_done"] == 1
+
+    write = _files.write_safetensors
+
+    def full_disk(path, *rest):
+        if path.name.startswith("layer-0001"):
+            path.write_bytes(b"half")
+            raise OSError(f"{path} can't be written: no space left on device")
+        write(path, *rest)
+
+    assert main([*words, "--seed", "1"]) == 2
+    assert "a run with another calibration text, seed" in capsys.readouterr().err.splitlines()[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(_files, "write_safetensors", full_disk)
+        assert main(words) == 2
+    assert "no space left on device" in capsys.readouterr().err.splitlines()[-1]
+    assert models.load(out).config == loaded.config, "what there was is still there"
 
     assert main(words) == 0
     printed = capsys.readouterr()
