@@ -21,6 +21,7 @@ from effml.pipeline import train_model
 from effml.pipeline.runner import PRESETS
 
 GRID = (1e-3, 3e-3, 1e-2)
+STEPS = {"cpu": 300}  # no fewer than the pipeline's
 RESULT = Path(__file__).parent / "results" / "pipeline_rates.json"
 
 
@@ -33,8 +34,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
 
+    base = PRESETS[options.preset]
+    steps = STEPS.get(options.preset, base.steps)
     base = dataclasses.replace(
-        PRESETS[options.preset], seed=options.seed, evaluate_every=0, checkpoint_every=0
+        base, seed=options.seed, steps=steps, evaluation_tokens=65_536, evaluate_every=0, checkpoint_every=0
     )
     corpus = load_corpus(base.data, max_bytes=base.max_bytes)
     started = time.perf_counter()

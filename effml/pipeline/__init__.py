@@ -4,8 +4,10 @@ The job is a list of stages. Each stage takes the run so far and returns a typed
 itself on the report; a later stage asks for an earlier result by its type. A new stage is a function and a result
 class, and one more entry in `STAGES`.
 
-    >>> [stage.__name__ for stage in STAGES]
-    ['read_text', 'train_optimizers', 'measure_models', 'compress_best', 'serve_best']
+    >>> [stage.__name__ for stage in STAGES[:4]]
+    ['read_text', 'train_optimizers', 'measure_models', 'compress_best']
+    >>> [stage.__name__ for stage in STAGES[4:]]
+    ['compress_to_one_bit', 'serve_best', 'train_ssa', 'serve_ssa']
 """
 
 from __future__ import annotations

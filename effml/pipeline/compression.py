@@ -20,9 +20,8 @@ __all__ = ["BITS", "METHODS", "CompressionResult", "compress_best", "writing_spe
 
 BITS = "W4A4"
 METHODS = ("rtn", "respinquant")
-_WINDOWS = {"cpu": 64, "smoke": 2}
-_STEPS = {"cpu": 20, "smoke": 1}
-_WRITTEN = 64
+_WINDOWS = {"cpu": 32, "smoke": 2}
+_STEPS = {"cpu": 12, "smoke": 1}
 
 
 @dataclass(frozen=True)
@@ -111,29 +110,31 @@ def compress_best(run: PipelineRun) -> CompressionResult:
     calibration = tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
 
     compressed: dict[str, Evaluation] = {}
-    speed = {"float32": writing_speed(loaded.for_decoding(), run.config.prompt)}
+    speed = {"float32": writing_speed(loaded.for_decoding(), run.config.prompt, run.config.sample_tokens)}
     seconds: dict[str, float] = {}
     for method in METHODS:
         started = time.perf_counter()
         plan = quantize.plan(loaded.config, method=method, bits=BITS, steps=_STEPS[run.config.preset])
+        text = calibration if plan.needs_calibration else None
         params, config, _ = quantize.apply(
-            plan, loaded.params, loaded.config, calibration, key=jax.random.key(run.config.seed)
+            plan, loaded.params, loaded.config, text, key=jax.random.key(run.config.seed)
         )
         seconds[method] = time.perf_counter() - started
         folder = run.config.out / f"{evaluated.best}-{BITS.lower()}-{method}"
         models.save(folder, params, config, loaded.tokenizer, kind="packed", extra=loaded.extra)
         packed = models.load(str(folder))
         compressed[method] = evaluate_model(packed, corpus, max_tokens=scored)
-        speed[method] = writing_speed(packed.for_decoding(), run.config.prompt)
+        speed[method] = writing_speed(packed.for_decoding(), run.config.prompt, run.config.sample_tokens)
         print(f"      {method} {BITS}: {compressed[method].nats_per_token:.3f} nats per token", flush=True)
     return CompressionResult(evaluated.best, evaluated.models[evaluated.best], compressed, speed, seconds)
 
 
-def writing_speed(loaded: LoadedModel, prompt: str, new_tokens: int = _WRITTEN) -> float:
+def writing_speed(loaded: LoadedModel, prompt: str, new_tokens: int) -> float:
     """Tokens per second of one greedy sequence with a key-value cache, compilation left out."""
     from effml import data, decode
 
     start = data.encode_prompt(loaded.tokenizer, prompt)[None]
+    new_tokens = min(new_tokens, loaded.config.max_length - start.shape[1])
     seconds = float("inf")
     for _ in range(3):  # the first call compiles
         began = time.perf_counter()

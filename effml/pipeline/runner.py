@@ -18,13 +18,13 @@ __all__ = ["PRESETS", "PipelineConfig", "PipelineRun", "Stage", "StageResult", "
 
 # What a preset trains: "cpu" fits two cores and five minutes for four optimizers, "smoke" a test.
 PRESETS = {
-    "cpu": TrainConfig(steps=300, evaluate_every=75),
+    "cpu": TrainConfig(steps=240, evaluate_every=60, evaluation_tokens=32_768),
     "smoke": TrainConfig(
         steps=6,
         batch_size=4,
         length=32,
         width=32,
-        num_layers=2,
+        num_layers=1,
         num_heads=2,
         max_bytes=300_000,
         evaluate_every=3,
@@ -113,10 +113,11 @@ ResultT = TypeVar("ResultT")
 
 @dataclass
 class PipelineRun:
-    """A run in progress: its configuration, and the results of the stages that are done, by type."""
+    """A run in progress: its configuration, the results of the stages that are done, by type, and their seconds."""
 
     config: PipelineConfig
     results: dict[type, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def result(self, kind: type[ResultT]) -> ResultT:
         """The result of an earlier stage.
@@ -149,8 +150,9 @@ def run_pipeline(config: PipelineConfig, stages: Sequence[Stage] | None = None) 
     Example:
         >>> import tempfile
         >>> config = PipelineConfig(preset="smoke", optimizers=("scale",), out=Path(tempfile.mkdtemp()) / "run")
-        >>> result = run_pipeline(config)  # doctest: +ELLIPSIS
-        [1/5] ...
+        >>> from effml.pipeline import STAGES
+        >>> result = run_pipeline(config, STAGES[:3])  # doctest: +ELLIPSIS
+        [1/3] ...
         >>> (config.out / "report.html").exists()
         True
     """
@@ -164,11 +166,15 @@ def run_pipeline(config: PipelineConfig, stages: Sequence[Stage] | None = None) 
     for number, stage in enumerate(stages, 1):
         summary = (stage.__doc__ or stage.__name__).splitlines()[0].rstrip(".")
         print(f"[{number}/{len(stages)}] {summary}", flush=True)
+        begun = time.perf_counter()
         outcome = stage(run)
+        run.seconds[stage.__name__] = time.perf_counter() - begun
         run.results[type(outcome)] = outcome
+        print(f"      {run.seconds[stage.__name__]:.1f} s", flush=True)
     numbers: dict[str, float | int] = {}
     for outcome in run.results.values():
         numbers |= outcome.summary()
+    numbers |= {f"{name}_stage_seconds": seconds for name, seconds in run.seconds.items()}
     training = run.results.get(TrainingResult)
     result = report.Result(
         method="pipeline",
@@ -209,6 +215,9 @@ def _page(run: PipelineRun, result: Result) -> Page:
     page.add_checks(result.checks)
     for outcome in run.results.values():
         outcome.add_to(page)
+    page.add_heading("Where the time went")
+    page.add_text("Wall time of each stage, with compilation.")
+    page.add_table([{"stage": name, "time (s)": round(seconds, 1)} for name, seconds in run.seconds.items()])
     return page.set_provenance(result)
 
 

@@ -100,11 +100,28 @@ def init_state(
     check_optimizer(optimizer)
     if not jnp.issubdtype(getattr(key, "dtype", np.dtype(int)), jax.dtypes.prng_key):
         raise TypeError("key must be a typed PRNG key, from jax.random.key(seed)")
+    if callable(init_params) and mesh is None:
+        # Two programs: the parameters' takes long to compile, and does not depend on the optimizer.
+        params = _parameters(Function(init_params))(jax.random.split(key)[0])
+        return _state_around(optimizer)(key, params)
     if callable(init_params):
         return _initializer(Function(init_params), optimizer, mesh)(key)
     # Onto a mesh they travel by way of the host: they may sit on a device that is not part of it.
     params = jax.tree.map(jnp.asarray if mesh is None else np.asarray, init_params)
     return _place_initializer(optimizer, mesh)(key, params)
+
+
+@functools.lru_cache(maxsize=CACHE_SIZE)
+def _parameters(init: Function) -> Any:
+    return jax.jit(lambda key: jax.tree.map(_strong, init.function(key)))
+
+
+@functools.lru_cache(maxsize=CACHE_SIZE)
+def _state_around(optimizer: Any) -> Any:
+    def initial_state(key, params):
+        return _fresh(params, optimizer, jax.random.split(key)[1], None)
+
+    return jax.jit(initial_state, donate_argnums=1)
 
 
 @functools.lru_cache(maxsize=CACHE_SIZE)

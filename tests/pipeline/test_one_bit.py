@@ -58,6 +58,16 @@ def test_its_model_is_on_disk_as_it_was_scored(finished):
     assert numbers["nanoquant_nats_lost"] == pytest.approx(stage.binary.nats_per_token - whole.nats_per_token)
 
 
+def test_roundings_score_as_their_packed_models_do(finished):
+    out, _, stage = finished
+    corpus = data.load_corpus(str(out / "text"))
+    for name in ("rtn", "gptq"):
+        packed = evaluate_model(models.load(out / f"adamw-w4-{name}"), corpus, max_tokens=128)
+        scored = stage.rounded[f"{name} W4"]
+        assert scored.nats_per_token == pytest.approx(packed.nats_per_token, rel=1e-5)
+        assert scored.bytes_on_disk == packed.bytes_on_disk
+
+
 def test_every_model_is_a_row_and_a_point(finished):
     _, _, stage = finished
     names = ["float32", "rtn W4A4", "respinquant W4A4", "rtn W4", "gptq W4", stage.name]

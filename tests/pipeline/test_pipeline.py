@@ -9,12 +9,14 @@ import pytest
 from effml import models, report
 from effml.pipeline import STAGES, PipelineConfig, run_pipeline
 from effml.pipeline.stages import EvaluationResult, TextResult, TrainingResult
+from tests.quantize.small import quickly_compiled
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     config = PipelineConfig(preset="smoke", out=tmp_path_factory.mktemp("pipeline") / "run", sample_tokens=16)
-    return config, run_pipeline(config)
+    with quickly_compiled():
+        return config, run_pipeline(config)
 
 
 def test_every_optimizer_is_a_row_with_its_cost(finished):
@@ -32,7 +34,9 @@ def test_metrics_hold_every_step_of_every_optimizer(finished):
     config, _ = finished
     rows = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
     assert [(row["optimizer"], row["step"]) for row in rows] == [
-        (name, step) for name in config.optimizers for step in range(1, 7)
+        *((name, step) for name in config.optimizers for step in range(1, 7)),
+        ("ssa", 1),
+        ("ssa", 2),
     ]
 
 
@@ -55,12 +59,21 @@ def test_report_is_one_file_with_pictures_and_a_sample(finished):
     config, _ = finished
     reader = Reader()
     reader.feed((config.out / "report.html").read_text(encoding="utf-8"))
-    assert len(reader.images) == 3
+    assert len(reader.images) == 5
     assert (config.out / "figure.png").read_bytes()[:4] == b"\x89PNG"
     assert all(image["src"].startswith("data:image/png;base64,") and image["alt"] for image in reader.images)
     assert all(link.startswith(("data:", "#")) for link in reader.links)
     words = " ".join(reader.words)
-    for expected in ("def ", "adamw", "held-out loss", "tokens/s", "greedy"):
+    for expected in (
+        "def ",
+        "adamw",
+        "held-out loss",
+        "tokens/s",
+        "greedy",
+        "nanoquant",
+        "gptq W4",
+        "ffd and esp",
+    ):
         assert expected in words
 
 
@@ -89,11 +102,36 @@ def test_the_best_model_is_packed_into_four_bits_and_read_back(finished):
     assert "The best model in four bits" in (config.out / "report.html").read_text(encoding="utf-8")
 
 
+def test_every_way_of_reading_and_writing_is_in_the_summary(finished):
+    config, result = finished
+    numbers = result.summary
+    assert models.load(str(config.out / "ssa" / "model")).kind == "ssa"
+    dense = numbers["read_dense_bytes_per_token"]
+    for name in ("ssa", "ffd", "ffd_delta_2"):
+        assert 0 < numbers[f"read_{name}_bytes_per_token"] < dense
+        assert 0 < numbers[f"read_{name}_kept"] <= 1
+        assert 0 <= numbers[f"read_{name}_agreement"] <= 1
+        lost = numbers[f"read_{name}_nats_per_token"] - numbers["read_dense_nats_per_token"]
+        assert numbers[f"read_{name}_nats_lost"] == pytest.approx(lost)
+    assert numbers["read_ffd_delta_2_kept"] <= numbers["read_ffd_kept"]
+    assert numbers["write_dense_tokens_per_pass"] == numbers["write_esp_same"] == 1
+    for name in ("esp", "ffd_and_esp"):
+        saved = 1 - 1 / numbers[f"write_{name}_tokens_per_pass"]
+        assert numbers[f"write_{name}_calls_saved"] == pytest.approx(saved)
+
+
+def test_the_time_of_every_stage_is_told(finished):
+    _, result = finished
+    seconds = [result.summary[f"{stage.__name__}_stage_seconds"] for stage in STAGES]
+    assert min(seconds) >= 0
+    assert 0.8 * result.seconds < sum(seconds) <= result.seconds
+
+
 def test_checks_are_judged_only_on_what_was_run(finished, tmp_path):
     _, result = finished
-    assert len(result.checks) == 3
+    assert len(result.checks) == 6  # all but the one that needs a rounding to two bits
     alone = run_pipeline(
-        PipelineConfig(preset="smoke", optimizers=("scale",), steps=2, out=tmp_path / "run", sample_tokens=4)
+        PipelineConfig(preset="smoke", optimizers=("scale",), steps=2, out=tmp_path / "run"), STAGES[:3]
     )
     assert alone.checks == []
 
@@ -130,8 +168,8 @@ def test_a_second_run_replaces_the_first_and_nothing_else(tmp_path):
     config = PipelineConfig(
         preset="smoke", optimizers=("scale",), steps=2, out=tmp_path / "run", sample_tokens=4
     )
-    run_pipeline(config)
-    run_pipeline(config)
+    run_pipeline(config, STAGES[:2])
+    run_pipeline(config, STAGES[:2])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="not from effml pipeline"):
