@@ -109,6 +109,10 @@ def test_one_draw_serves_a_step_however_it_is_cut_up():
         drawn.append(rows)
     near(drawn[0], drawn[1])
     assert {mode for mode, _ in drawn[0]} == {0.0, 1.0}  # never a part of a batch in the other mode
+    evaluate = jax.jit(ssa.next_token_loss, static_argnames=("config", "mode"))
+    for number, (sparse, loss) in enumerate(drawn[0][:4]):  # nor a layer
+        mode = "sparse" if sparse else "full"
+        near(loss, evaluate(params(), batch(seed=number), config=CONFIG, mode=mode)[0])
 
 
 @pytest.mark.parametrize("scanned", [False, True])
