@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from effml._validate import positive
 from effml.nn._config import TransformerConfig
 
-__all__ = ["DenseCache", "append", "attend", "init_cache"]
+__all__ = ["DenseCache", "append", "attend", "committed_counts", "init_cache"]
 
 # Finite, so that a row with nothing to attend to gives exp(_MASKED - _FLOOR) = 0 and not NaN.
 _MASKED = -1e30
@@ -203,7 +204,13 @@ def append(
     new, capacity = k.shape[1], cache.capacity
     if new > capacity:
         raise ValueError(f"{new} new rows do not fit into a cache of {capacity} rows")
-    added = jnp.full_like(cache.length, new) if counts is None else counts.astype(cache.length.dtype)
+    batch, kv_heads = cache.values.shape[:2]
+    for name, rows_of, size in (("k", k, cache.keys.shape[2]), ("v", v, cache.values.shape[3])):
+        if rows_of.shape != (batch, new, kv_heads, size):
+            raise ValueError(
+                f"{name} must have shape {(batch, new, kv_heads, size)} to fit the cache, not {rows_of.shape}"
+            )
+    added = committed_counts(counts, batch, new)
     length = cache.length + added
     if not isinstance(length, Tracer) and int(length.max()) > capacity:
         raise ValueError(
@@ -231,3 +238,30 @@ def append(
     keys = commit(cache.keys, k.transpose(0, 2, 3, 1), axis=2)
     values = commit(cache.values, v.transpose(0, 2, 1, 3), axis=1)
     return DenseCache(keys, values, jnp.minimum(length, capacity))
+
+
+def committed_counts(counts: Any, batch: int, new: int) -> Int[Array, " batch"]:
+    """How many of `new` rows each sequence commits, as int32: all of them without `counts`.
+
+    Raises:
+        ValueError: for counts of another shape or, outside `jax.jit`, that are not in 0 … new; under it they are
+            brought into that range.
+        TypeError: for counts that are no integers.
+
+    Example:
+        >>> committed_counts(None, 2, 5).tolist(), committed_counts(np.array([0, 3]), 2, 5).tolist()
+        ([5, 5], [0, 3])
+    """
+    if counts is None:
+        return jnp.full(batch, new, jnp.int32)
+    if np.shape(counts) != (batch,):
+        raise ValueError(f"counts must have shape {(batch,)}, not {np.shape(counts)}")
+    if not jnp.issubdtype(jnp.result_type(counts), jnp.integer):
+        raise TypeError(f"counts must hold integers, not {jnp.result_type(counts)}")
+    if not isinstance(counts, Tracer) and batch:
+        given = np.asarray(counts)
+        if given.min() < 0 or given.max() > new:
+            raise ValueError(
+                f"counts must be in 0..{new}, the new rows, but hold {given.min()} and {given.max()}"
+            )
+    return jnp.clip(jnp.asarray(counts), 0, new).astype(jnp.int32)

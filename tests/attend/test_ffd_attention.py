@@ -1,6 +1,7 @@
 """Attention to a quantised cache against float64 NumPy: which blocks are read, what comes out, and the bounds."""
 
 import functools
+import inspect
 import math
 
 import jax
@@ -202,6 +203,17 @@ def test_bounds_are_never_violated(seed):
                 np.testing.assert_allclose(mass[b, heads], weights[chosen].sum(0) / weights.sum(0), rtol=1e-4)
 
 
+def test_an_audit_of_other_blocks_is_refused():
+    cache, q, _, _ = case()
+    each = jnp.ones((BATCH, NEW, HEADS, 10), bool)
+    assert ffd.kept_mass(q, cache, each).shape == (BATCH, NEW, HEADS * GROUP)
+    mass, read = map(inspect.unwrap, (ffd.kept_mass, ffd.bytes_read))  # without the checks of annotations
+    for call in (lambda x: mass(q[:, 0], cache, x), lambda x: read(cache, x)):
+        for kept in (each, each[:, 0, :, :9]):
+            with pytest.raises(ValueError, match=r"kept must have shape \(2, 2, 10\)"):
+                call(kept)
+
+
 def test_edges_no_block_one_block_no_tail_and_no_row_at_all():
     for lengths in ((0, 5), (8, 13), (16, 72)):
         cache, q, (k_new, v_new), sequences = case(lengths=lengths)
@@ -258,6 +270,14 @@ def test_a_bfloat16_cache_rounds_new_rows_as_it_will_store_them():
         ({"threshold": "best"}, "threshold='best' must be one of"),
         ({"select": "topk"}, "select='topk' is not known"),
         ({"select": ("topk", 0)}, r"must be 'delta' or \('topk', n\)"),
+        ({"threshold": jnp.ones((2, 3))}, r"threshold must have shape \(2, 6\), not \(2, 3\)"),
+        ({"q": (2, 3, 6, 16), "threshold": jnp.ones((2, 6))}, r"threshold must have shape \(2, 3, 6\)"),
+        ({"q": (2, 0, 6, 16)}, "is empty"),
+        ({"mask_new": jnp.ones((1, 1, 1), bool)}, "mask_new needs k_new and v_new"),
+        (
+            {"k_new": (2, 1, 2, 16), "v_new": (2, 1, 2, 12), "mask_new": jnp.ones((1, 2, 2), bool)},
+            r"mask_new must have shape \(2, 1, 1\), not \(1, 2, 2\)",
+        ),
         ({"queries": "all"}, "queries='all' is not known"),
         ({"k_new": (2, 1, 2, 16)}, "k_new and v_new must be given together"),
         ({"k_new": (2, 3, 2, 16), "v_new": (2, 3, 2, 12)}, r"k_new must have shape \(2, 1, 2, 16\)"),
@@ -271,4 +291,4 @@ def test_what_does_not_fit_is_named(change, message):
         for name, x in arguments.items()
     }
     with pytest.raises(ValueError, match=message):
-        ffd.ffd_attention(arguments.pop("q"), cache, **arguments)
+        inspect.unwrap(ffd.ffd_attention)(arguments.pop("q"), cache, **arguments)

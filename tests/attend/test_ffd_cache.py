@@ -1,6 +1,7 @@
 """The quantised cache: whatever way rows come, it holds what the definition says, and nothing that was not committed."""
 
 import functools
+import inspect
 
 import chex
 import jax
@@ -138,6 +139,21 @@ def test_a_full_cache_says_so_and_keeps_what_it_has_under_jit():
     check_holds(full, *joined, [23, 23])
 
 
+def test_counts_are_those_of_the_new_rows_and_no_row_is_no_change():
+    k, v = (jnp.asarray(x) for x in rows_of(4, 6))
+    cache = ffd.append(empty(), k, v)
+    for counts, words in (([7, 1], "hold 1 and 7"), ([-1, 2], "hold -1 and 2")):
+        with pytest.raises(ValueError, match=rf"counts must be in 0\.\.6, the new rows, but {words}"):
+            ffd.append(cache, k, v, counts=np.array(counts))
+    append = inspect.unwrap(ffd.append)  # as users call it: without the checks of annotations
+    with pytest.raises(ValueError, match=r"counts must have shape \(2,\)"):
+        append(cache, k, v, counts=np.array([1, 1, 1]))
+    with pytest.raises(TypeError, match="counts must hold integers"):
+        append(cache, k, v, counts=np.array([1.5, 2]))
+    assert jax.jit(ffd.append)(cache, k, v, counts=jnp.array([9, -1])).length.tolist() == [12, 6]
+    chex.assert_trees_all_equal(ffd.append(cache, k[:, :0], v[:, :0]), cache)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -146,6 +162,7 @@ def test_a_full_cache_says_so_and_keeps_what_it_has_under_jit():
         ({"max_len": 0}, "max_len=0 must be above 0"),
         ({"sink": -1}, "sink=-1 must be an integer of at least 0"),
         ({"dtype": "float16"}, "dtype='float16' must be float32 or bfloat16"),
+        ({"resid_dtype": None}, "resid_dtype=None must be a floating-point dtype"),
         ({"resid_dtype": "int8"}, "resid_dtype='int8' must be a floating-point dtype"),
     ],
 )

@@ -176,6 +176,8 @@ def test_the_module_is_the_functions():
     [
         ({"delta": -1.0}, ValueError, "delta=-1.0 must be at least 0"),
         ({"delta": float("nan")}, ValueError, "delta=nan must be at least 0"),
+        ({"delta": True}, TypeError, "delta=True must be a number"),
+        ({"dense_layers": (-1,)}, ValueError, "dense_layers=.* counted from 0"),
         ({"block": 20}, ValueError, "block=20 must be a multiple of 8"),
         ({"bits": 8}, ValueError, "bits=8 must be one of 2, 4"),
         ({"threshold": "max"}, ValueError, "threshold='max' must be one of"),
@@ -185,6 +187,14 @@ def test_the_module_is_the_functions():
 def test_settings_that_are_not_possible(changes, error, message):
     with pytest.raises(error, match=message):
         ffd.decoding_options(**changes)
+
+
+def test_another_cache_is_named():
+    caches = nn.init_cache(CONFIG, 2, 128)
+    with pytest.raises(ValueError, match="not DenseCache"):
+        transformer.forward(
+            params(), tokens(), CONFIG, cache=caches, attention=ffd.decoding_options()["attention"]
+        )
 
 
 def test_a_model_without_a_cache_is_dense():

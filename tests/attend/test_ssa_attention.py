@@ -1,6 +1,7 @@
 """The two streams against float64 walks, masks and closed forms: values, gradients, causality and edges."""
 
 import functools
+import inspect
 import itertools
 
 import jax
@@ -277,6 +278,21 @@ def test_the_alignment_can_be_relative_to_the_outputs_size():
             "segment_ids must be",
         ),
         (lambda a: ssa.full_attention(a[0][:, :, :3], *a[1:3]), ValueError, "multiple of the 2 heads of key"),
+        (
+            lambda a: inspect.unwrap(ssa.full_attention)(a[0], a[1][:, 1:], a[2]),
+            ValueError,
+            r"key of shape \(1, 19, 2, 8\)",
+        ),
+        (
+            lambda a: inspect.unwrap(ssa.ssa_attention)(*a[:2], a[2][:, 1:], a[3], CONFIG, mode="sparse"),
+            ValueError,
+            r"value of shape \(1, 19, 2, 8\)",
+        ),
+        (
+            lambda a: ssa.ssa_attention(*(x[:, :0] for x in a), CONFIG, mode="sparse"),
+            ValueError,
+            "query of shape .* is empty",
+        ),
         (lambda a: ssa.SSAConfig(block_size=4), ValueError, "block_size=4 must be at least 8"),
         (lambda a: ssa.SSAConfig(num_blocks=0), ValueError, "num_blocks=0"),
         (lambda a: ssa.SSAConfig(sparse_prob=1.5), ValueError, "sparse_prob=1.5 must be between 0 and 1"),

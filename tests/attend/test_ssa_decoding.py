@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from effml.attend import ssa
+from effml.attend import ffd, ssa
 from effml.decode import generate, stream
 from effml.nn import init_cache
 from effml.nn.transformer import TransformerConfig, forward_cached, stack_layers
@@ -155,6 +155,22 @@ def test_one_program_serves_every_step():
         (
             lambda: step(params(), tokens(1), ssa.init_cache(CONFIG, 1, 64, block_size=16), None, "sparse"),
             "block_size=8 differs from that of the cache, 16",
+        ),
+        (
+            lambda: ssa.forward(
+                params(), tokens(1), CONFIG, cache=ffd.decoding_options()["cache_init"](MODEL, 1, 64)
+            ),
+            "needs an SSACache or a DenseCache, not QuantizedKV",
+        ),
+        (
+            lambda: ssa.append(ssa.init_cache(CONFIG, 1, 64)[0], *2 * [jnp.ones((1, 3, 1, 8))]),
+            r"k must have shape \(1, 3, 2, 8\)",
+        ),
+        (
+            lambda: ssa.append(
+                ssa.init_cache(CONFIG, 1, 64)[0], *2 * [jnp.ones((1, 3, 2, 8))], counts=jnp.array([4])
+            ),
+            r"counts must be in 0\.\.3",
         ),
         (lambda: ssa.init_cache(MODEL, 1, 64), "block_size must be given"),
         (lambda: ssa.init_cache(CONFIG, 1, 0), "max_length=0"),

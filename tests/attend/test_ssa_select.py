@@ -103,6 +103,26 @@ def test_bfloat16_rows_are_pooled_and_scored_in_float32():
     np.testing.assert_array_equal(narrow, wide)
 
 
+def test_blocks_with_a_key_that_is_no_number_are_read_and_never_displace_the_own_one():
+    q, k = rows(130)
+    for value in (jnp.nan, jnp.inf):
+        broken = k.at[0, 10, 0, 3].set(value)
+        found = ssa.select_blocks(q, broken, block_size=8, num_blocks=2).indices
+        np.testing.assert_array_equal(found[0, :, :, 0], np.repeat(np.arange(130)[:, None] // 8, 2, 1))
+        chosen = np.asarray(found[0, 16:, 0, 1] == 1)
+        # A score of minus infinity is a number: such a block holds nothing for the query.
+        assert chosen.all() if np.isnan(value) else 0.3 < chosen.mean() < 1
+        sound = ssa.select_blocks(q, k, block_size=8, num_blocks=2).indices
+        np.testing.assert_array_equal(found[:, :, 1], sound[:, :, 1])  # the other key head
+        output = ssa.sparse_attention(q, broken, k, found, block_size=8)
+        assert np.isnan(output[0, 16:, :2][chosen]).any(-1).any(-1).all()
+    lost = q.at[0, 60].set(jnp.nan)
+    found = ssa.select_blocks(lost, k, block_size=8, num_blocks=2).indices
+    output = ssa.sparse_attention(lost, k, k, found, block_size=8)
+    assert np.isnan(output[0, 60]).all()
+    assert np.isfinite(np.delete(output, 60, axis=1)).all()
+
+
 def test_there_is_no_gradient_and_no_second_compilation():
     q, k = rows(24)
     choose = jax.jit(

@@ -90,6 +90,7 @@ def ffd_attention(
     one_of("queries", queries, QUERIES)
     _check(q, cache, k_new, v_new)
     several = q.ndim == 4
+    _check_options(q, k_new, mask_new, threshold)
     tail = _tail(cache, q.shape[1] if several else 1, k_new, v_new, mask_new)
     shared = {"scale": scale, "bits": cache.bits, "implementation": implementation, "num_splits": num_splits}
     top = _top_count(select)
@@ -160,6 +161,7 @@ def kept_mass(
         [[0.5]]
     """
     _check(q, cache, None, None)
+    _check_kept(cache, kept, q.shape[1:-2])
     return _kept_mass(q, cache, kept, scale)
 
 
@@ -206,6 +208,7 @@ def bytes_read(
         (77056.0, 163840.0)
     """
     one_of("threshold", threshold, ("pseudo_fp", "pseudo", "exact", "certified"))
+    _check_kept(cache, kept)
     heads, head, value = cache.k_tail.shape[1], cache.k_tail.shape[3], cache.v.shape[3]
     of_code = cache.k_code.shape[-1] * cache.block + head * cache.k_scale.dtype.itemsize
     of_resid = cache.block * head * cache.k_resid.dtype.itemsize
@@ -241,6 +244,29 @@ def _check(q: Array, cache: QuantizedKV, k_new: Array | None, v_new: Array | Non
             raise ValueError(f"{name} must have shape {(batch, new, kv_heads, size)}, not {rows.shape}")
 
 
+def _check_options(q: Array, k_new: Array | None, mask_new: Array | None, threshold: str | Array) -> None:
+    if 0 in q.shape:
+        raise ValueError(f"q of shape {q.shape} is empty: no axis may be 0")
+    if not isinstance(threshold, str) and np.shape(threshold) != q.shape[:-1]:
+        raise ValueError(f"threshold must have shape {q.shape[:-1]}, not {np.shape(threshold)}")
+    if mask_new is None:
+        return
+    if k_new is None:
+        raise ValueError("mask_new needs k_new and v_new: it tells which of them each query sees")
+    batch, new = k_new.shape[:2]
+    if mask_new.shape not in ((batch, new, new), (1, new, new)):
+        raise ValueError(f"mask_new must have shape {(batch, new, new)}, not {mask_new.shape}")
+
+
+def _check_kept(cache: QuantizedKV, kept: Array, new: tuple[int, ...] = ()) -> None:
+    batch, kv_heads, blocks, _ = cache.k_scale.shape
+    allowed = {(batch, kv_heads, blocks), (batch, *new, kv_heads, blocks)}
+    if kept.shape not in allowed:
+        raise ValueError(
+            f"kept must have shape {' or '.join(map(str, sorted(allowed, key=len)))}, not {kept.shape}"
+        )
+
+
 @functools.partial(jax.jit, static_argnames="new")
 def _tail(
     cache: QuantizedKV, new: int, k_new: Array | None, v_new: Array | None, mask_new: Array | None
@@ -264,7 +290,7 @@ def _top_count(select: str | tuple[str, int]) -> int | None:
     if isinstance(select, str):
         one_of("select", select, ("delta",))
         return None
-    kind, many = select
+    kind, many = select if isinstance(select, tuple) and len(select) == 2 else (None, None)
     if kind != "topk" or isinstance(many, bool) or not isinstance(many, int) or many < 1:
         raise ValueError(f"select={select!r} must be 'delta' or ('topk', n) with n of at least 1")
     return many

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from effml._validate import count, floating_dtype
+from effml.nn.cache import committed_counts
 from pallas_kernels.ffd_decode import code_bytes, dequantize, quantize_blocks
 
 __all__ = ["QuantizedKV", "append", "check_layout", "init_cache", "prefill", "room_in_block", "stored_rows"]
@@ -121,7 +122,7 @@ def init_cache(
         count(name, size)
     check_layout(block, bits, sink, resid_dtype)
     value = head_dim if v_dim is None else v_dim
-    dtype = floating_dtype("dtype", dtype)
+    dtype = floating_dtype("dtype", jnp.bfloat16 if dtype is None else dtype)
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype={dtype.name!r} must be float32 or bfloat16")
     blocks = max(max_len - sink, 0) // block
@@ -148,6 +149,8 @@ def check_layout(block: int, bits: int, sink: int, resid_dtype: Any) -> None:
     code_bytes(1, bits)
     if isinstance(sink, bool) or not isinstance(sink, int) or sink < 0:
         raise ValueError(f"sink={sink!r} must be an integer of at least 0")
+    if resid_dtype is None:
+        raise ValueError("resid_dtype=None must be a floating-point dtype")
     floating_dtype("resid_dtype", resid_dtype)
 
 
@@ -192,7 +195,9 @@ def append(
     chosen = new if rows is None else rows.shape[1]
     if chosen > cache.capacity:
         raise ValueError(f"{chosen} new rows do not fit into a cache of {cache.capacity} rows")
-    added = jnp.full(batch, chosen, jnp.int32) if counts is None else jnp.asarray(counts).astype(jnp.int32)
+    if not chosen:
+        return cache
+    added = committed_counts(counts, batch, chosen)
     length = cache.length + added
     if not isinstance(length, Tracer) and batch and int(length.max()) > cache.capacity:
         raise ValueError(

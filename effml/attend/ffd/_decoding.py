@@ -60,11 +60,17 @@ class FFDConfig:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.delta, bool) or not isinstance(self.delta, (int, float)):
+            raise TypeError(f"delta={self.delta!r} must be a number (nats)")
         if not self.delta >= 0:
             raise ValueError(f"delta={self.delta!r} must be at least 0 (nats)")
         count("most_queries", self.most_queries)
         if self.threshold not in THRESHOLDS:
             raise ValueError(f"threshold={self.threshold!r} must be one of {', '.join(THRESHOLDS)}")
+        layers = self.dense_layers
+        whole = isinstance(layers, tuple) and all(type(layer) is int and layer >= 0 for layer in layers)
+        if not whole:
+            raise ValueError(f"dense_layers={layers!r} must be a tuple of layer numbers, counted from 0")
         check_layout(self.block, self.bits, self.sink, self.residual_dtype)
 
     def empty_cache(self, batch: int, max_len: int, kv_heads: int, head_dim: int, dtype: Any) -> QuantizedKV:
@@ -145,6 +151,11 @@ class FFDAttention:
         cache = inputs.cache
         if cache is None:
             return dense_attention(inputs)
+        if not isinstance(cache, QuantizedKV):
+            raise ValueError(
+                "FFD reads the caches of effml.attend.ffd.init_cache (cache_init of decoding_options), not "
+                f"{type(cache).__name__}"
+            )
         if inputs.query.shape[1] == 1:
             return self._read(inputs, "each")
         alone = inputs._replace(cache=None)

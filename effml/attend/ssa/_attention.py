@@ -310,6 +310,8 @@ def ssa_attention(
         ((1, 32, 2, 4), True, (1, 32, 2, 2))
     """
     check_heads(query, key)
+    if value.ndim != 4 or value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"value of shape {value.shape} must have the rows and heads of key, {key.shape[:3]}")
     sparse_mode = is_sparse(mode)
     if gate is not None and gate.shape != query.shape[:3]:
         raise ValueError(f"gate of shape {gate.shape} must have the shape {query.shape[:3]} of query's heads")

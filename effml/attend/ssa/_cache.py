@@ -136,6 +136,7 @@ def append(
     place = cache.length[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)
     kept = place < cache.capacity
     if counts is not None:
+        counts = dense.committed_counts(counts, *k.shape[:2])
         kept &= jnp.arange(k.shape[1]) < counts[:, None]
     block = jnp.where(kept, place // cache.block_size, cache.sums.shape[-2])  # outside: dropped
     sequence = jnp.arange(k.shape[0])[:, None]

@@ -137,7 +137,16 @@ def select_blocks(
 
 
 def check_heads(query: Array, key: Array) -> None:
-    """Raises `ValueError` unless the query heads are a multiple of the key heads."""
+    """Raises `ValueError` unless every token has a key, and the query heads are a multiple of the key heads."""
+    for name, array in (("query", query), ("key", key)):
+        if array.ndim != 4:
+            raise ValueError(f"{name} must be [batch, length, heads, head], but its shape is {array.shape}")
+        if 0 in array.shape:
+            raise ValueError(f"{name} of shape {array.shape} is empty: no axis may be 0")
+    if (*query.shape[:2], query.shape[3]) != (*key.shape[:2], key.shape[3]):
+        raise ValueError(
+            f"key of shape {key.shape} must have the batch, length and head size of query, {query.shape}"
+        )
     if key.shape[2] < 1 or query.shape[2] % key.shape[2]:
         raise ValueError(
             f"query has {query.shape[2]} heads, which must be a multiple of the {key.shape[2]} heads of key"
@@ -225,6 +234,7 @@ def choose(
     factor = head**-0.5 if scale is None else scale
     wide = jnp.promote_types(wide_type(query), pooled.dtype)
     number = jnp.arange(blocks, dtype=jnp.int32)
+    broken = ~jnp.isfinite(pooled).all(-1)[:, :, None]
 
     def part(query: Array, first: Array, position: Array) -> Array:
         grouped = query.reshape(batch, -1, kv_heads, heads // kv_heads, head).astype(wide)
@@ -238,6 +248,10 @@ def choose(
         weights = jnp.exp(scores - jnp.where(peak == -jnp.inf, 0, peak))
         total = weights.sum(-1, keepdims=True)
         importance = (weights / jnp.where(total == 0, 1, total)).sum(3)  # [batch, kv_heads, new, blocks]
+        # A key that is no number makes every share NaN. Its block is read, so that the output says so as well; the own
+        # one still comes first.
+        of_nan = jnp.where(broken, jnp.finfo(wide).max, 0)
+        importance = jnp.where(jnp.isnan(importance), of_nan, importance)
         own = (position // block_size)[..., None]
         importance = jnp.where((complete & (local < own))[:, None], importance, -jnp.inf)
         importance = jnp.where((local == own)[:, None], jnp.inf, importance)

@@ -124,6 +124,8 @@ def _cached(inputs: AttentionInputs, config: SSAConfig, sparse: bool | Array) ->
     new = (inputs.key, inputs.value, inputs.mask, inputs.positions)
     if not sparse:
         rows = cache.rows if isinstance(cache, SSACache) else cache
+        if not isinstance(rows, dense.DenseCache):
+            raise ValueError(f"mode='full' needs an SSACache or a DenseCache, not {type(cache).__name__}")
         return dense.attend(inputs.query, rows, *new, scale=inputs.scale)
     if not isinstance(cache, SSACache):
         raise ValueError(
