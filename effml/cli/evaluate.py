@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -62,17 +63,26 @@ class Command:
             chosen = options["attention"].keywords["config"]
             row["attention"] = self.attention_mode
             if self.attention_mode == "sparse":
-                row["keys_read"] = chosen.num_blocks * chosen.block_size
+                row["keys_read"] = min(chosen.num_blocks * chosen.block_size, length)
         result = report.Result(
             method="evaluate",
             preset="cpu",
             seeds=(),
             rows=[row],
             seconds=time.perf_counter() - started,
-            command=f"effml evaluate {self.model} --data {self.data}",
+            command=self._command(),
         )
         title = f"{loaded.name} on the {self.split} text of {self.data}, windows of up to {length:,} tokens"
         report.print_result(result, title=title)
         folder = self.out or Path("runs/evaluate") / Path(self.model).name
         print(f"result: {result.save(folder / 'result.json')}")
         return 0
+
+    def _command(self) -> str:
+        """The command line that makes the numbers again: the model, the data and every option that was changed."""
+        options = ["--data", self.data]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("model", "data", "out") and value != field.default:
+                options += [f"--{field.name.replace('_', '-')}", str(value)]
+        return shlex.join(["effml", "evaluate", self.model, *options])

@@ -153,6 +153,11 @@ class Command:
         block = self.cache_block
         if block is None:
             block = getattr(getattr(model.config, "attention", None), "block_size", 128)
+            if block % 8:
+                raise ValueError(
+                    f"the model's blocks of {block} tokens do not fit --cache ffd, which needs a multiple of 8: "
+                    "give --cache-block"
+                )
         stacked = isinstance(model.params["layers"], Mapping)
         delta = 5.0 if self.delta is None else self.delta
         options = ffd.decoding_options(delta=delta, block=block, stacked=stacked)

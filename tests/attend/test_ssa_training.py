@@ -1,5 +1,6 @@
 """Training with SSA: the loss, its one draw, its indices under recomputation, and runs from the command line on."""
 
+import dataclasses
 import functools
 import json
 
@@ -227,7 +228,14 @@ def test_a_run_leaves_a_model_of_its_kind_that_reads_and_writes_in_both_modes(ru
     assert (
         wide["nats_per_token"] == pytest.approx(full["nats_per_token"], abs=1e-5) != sparse["nats_per_token"]
     )
+    # Of windows of 32 tokens, none reads more than these.
     assert (sparse["keys_read"], wide["keys_read"]) == (8, 32)
+    again = json.loads((tmp_path / "result.json").read_text())["command"]
+    assert (
+        again
+        == f"effml evaluate {run.folder} --data {text} --max-tokens 256 --attention-mode sparse --num-blocks 4"
+    )
+    assert evaluate("--attention-mode", "sparse", "--num-blocks", "9")["keys_read"] == 32
     assert cli.main(["generate", str(run.folder), "--prompt", "alpha ", "--max-new-tokens", "4"]) == 0
     assert capsys.readouterr().out.startswith("alpha ")
     narrow = models.load(run.folder, dtype="bfloat16")
@@ -296,6 +304,21 @@ def test_evaluate_names_what_is_wrong(run, text, capsys, options, words):
     error = capsys.readouterr().err
     assert words in error
     assert len(error.splitlines()) == 1
+
+
+def test_blocks_that_the_quantised_cache_can_not_take_are_named(run, tmp_path, capsys):
+    folder = tmp_path / "model"
+    models.save(
+        folder,
+        run.params,
+        dataclasses.replace(run.model, attention=ssa.SSAConfig(12, 1)),
+        kind="ssa",
+        tokenizer=models.load(run.folder).tokenizer,
+    )
+    options = ["--prompt", "alpha ", "--max-new-tokens", "2", "--cache", "ffd"]
+    assert cli.main(["generate", str(folder), *options]) == 2
+    assert "the model's blocks of 12 tokens do not fit --cache ffd" in capsys.readouterr().err
+    assert cli.main(["generate", str(folder), *options, "--cache-block", "16"]) == 0
 
 
 def test_damaged_folders_are_named(run, tmp_path):
