@@ -257,7 +257,8 @@ def notes(result: Result) -> list[str]:
     of = result.summary
     lines = [
         f"Dense attention: {of['dense_nats']:.3f} nats per byte of text, {of['dense_recall']:.1%} of the needles "
-        "found. What a selector finds is counted among those."
+        "found. What a selector finds is counted among those.",
+        "The needle task is retrieval of a single token: a needle is one byte, and found when it is the likeliest.",
     ]
     for kind in ("sink", "needle", "flat"):
         lines.append(

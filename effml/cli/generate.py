@@ -44,6 +44,10 @@ class Command:
     """With --cache ffd: blocks are read whose largest score is at most this far (nats) below the largest; None is 5."""
     cache_block: int | None = None
     """With --cache ffd: tokens of a block, a multiple of 8; None is the model's own, or 128."""
+    attention_mode: str | None = None
+    """full or sparse (each token reads a few blocks of keys), for a model trained with SSA; left out: full."""
+    num_blocks: int | None = None
+    """With --attention-mode sparse: blocks that each token reads. Left out: the model's own."""
     temperature: float | None = None
     """With --decoder sample: below 1 keeps closer to the likeliest tokens, above 1 is more varied; None is 1.
     With --decoder esp: None is greedy."""
@@ -97,6 +101,7 @@ class Command:
         for name in ("delta", "cache_block"):
             if self.cache != "ffd" and getattr(self, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --cache ffd")
+        self._check_attention()
         positive("max_new_tokens", self.max_new_tokens)
         seed_in_range(self.seed)
         if (self.prompt is not None) + (self.prompts is not None) != 1 and not (
@@ -113,6 +118,26 @@ class Command:
             needed = "a --temperature" if self.decoder == "esp" else "--decoder sample"
             raise ValueError(f"--temperature, --top-k and --top-p need {needed}")
         return decode.SamplingConfig()
+
+    def _check_attention(self) -> None:
+        from effml._validate import one_of
+
+        if self.attention_mode != "sparse" and self.num_blocks is not None:
+            raise ValueError("--num-blocks needs --attention-mode sparse")
+        if self.attention_mode is None:
+            return
+        from effml.attend import ssa
+
+        one_of("attention-mode", self.attention_mode, ssa.MODES)
+        if self.cache != "dense":
+            raise ValueError(
+                "--attention-mode and --cache ffd exclude each other: each has a cache of its own"
+            )
+        if self.attention_mode == "sparse" and self.decoder == "esp":
+            raise ValueError(
+                "--decoder esp and --attention-mode sparse exclude each other: a block that fills up within a pass "
+                "changes what is read. Use --decoder greedy or sample"
+            )
 
     def _esp(self) -> ESPConfig | None:
         """The options of --decoder esp, or None for another."""
@@ -145,7 +170,15 @@ class Command:
         return ESPConfig(**given, prune_repeats=not self.repeats, strict=self.strict)
 
     def _cache(self, model: LoadedModel) -> dict[str, Any]:
-        """What --cache adds to a decoder's arguments."""
+        """What --cache and --attention-mode add to a decoder's arguments."""
+        if self.attention_mode is not None and model.kind != "ssa":
+            raise ValueError(
+                f"model={model.name!r} is of kind {model.kind!r}; --attention-mode needs a model trained with SSA"
+            )
+        if self.attention_mode == "sparse":
+            from effml.attend import ssa
+
+            return ssa.decoding_options(model.config, mode="sparse", num_blocks=self.num_blocks)
         if self.cache == "dense":
             return {}
         from effml.attend import ffd
