@@ -259,6 +259,7 @@ class Programs:
         def attention(inputs: Any) -> Any:
             gate = jax.nn.sigmoid(inputs.hidden @ inputs.params["gate"]["kernel"])
             rows, scale = (inputs.query, inputs.key), inputs.scale
+            streams: Any  # in training both of them are there
             output, _, streams = ssa.ssa_attention(
                 *rows, inputs.value, gate, config, mode="full", train=True, scale=scale
             )

@@ -113,7 +113,6 @@ BINS = 16  # of positions, in the curves by position
 
 def run(config: Config) -> Result:
     """Trains every arm on both tasks, or reads the record of it, and judges."""
-    began = time.perf_counter()
     seeds = range(config.seed, config.seed + config.seeds)
     result = Result(method=METHOD.name, preset=config.preset, seeds=seeds)
     plain = {name: ARMS[name] for name in config.arms}
@@ -126,13 +125,13 @@ def run(config: Config) -> Result:
         for name, arm in of_task.items():
             found = [_one(config, task_name, name, arm, task, measure, seed) for seed in seeds]
             result.rows.append(_row(task_name, arm.title, found))
+            result.seconds += sum(one["seconds"] for one in found)  # of kept runs too
             for key in found[0]:
                 values = [one[key] for one in found]
                 if np.ndim(values[0]) == 0:
                     result.summary[f"{_key(task_name, name)}_{key}"] = float(np.mean(values))
                 else:
                     result.curves.setdefault(key, {})[_key(task_name, name)] = np.asarray(values)
-    result.seconds = time.perf_counter() - began
     return result.judged(CHECKS)
 
 
@@ -335,7 +334,7 @@ def notes(result: Result) -> list[str]:
             continue
         layers = np.mean(result.curves["dropped_by_layer"][name], axis=0)
         ratio = (
-            f"; the alignment's gradient is {of[f'{name}_gradient_ratio']:.2f} of the loss's"
+            f"; the alignment's gradient is {of[f'{name}_gradient_ratio']:.2g} of the loss's"
             if (f"{name}_gradient_ratio" in of)
             else ""
         )
@@ -352,6 +351,19 @@ def notes(result: Result) -> list[str]:
     lines.append(
         f"The paper says that SSA's attention is the sparsest; by entropy it is here that of: {lowest[1]}."
     )
+    if {"ssa_beyond_full", "full_beyond_full"} <= of.keys():
+        lines.append(
+            f"In the last of {Config.long} training lengths: SSA {of['ssa_beyond_full']:.2f} nats in full and "
+            f"{of['ssa_beyond_sparse']:.2f} through 4 blocks, trained in full {of['full_beyond_full']:.2f} and "
+            f"{of['full_beyond_sparse']:.2f}; within the first {of['ssa_full']:.2f} and {of['full_full']:.2f}."
+        )
+    names = [f"recall_{name}_sparse_accuracy" for name in ("ssa", "mix", "sparse", "full")]
+    if set(names) <= of.keys():
+        values = ", ".join(f"{of[name]:.3f}" for name in names)
+        lines.append(
+            f"Recalled through 4 blocks by SSA, both streams not aligned, sparse alone, full alone: {values}. SSA "
+            "closes what reading sparse loses only if the first is above the last; no bound is set on that."
+        )
     return lines
 
 

@@ -85,6 +85,7 @@ def test_each_gate_can_fail_alone(changes, count):
 
 
 def test_the_row_of_the_list_reads_the_summary():
+    assert ssa.METHOD.headline
     names = [part.split(":")[0] for part in ssa.METHOD.headline.split("{")[1:]]
     assert not [name for name in names if "." in name]
     assert ssa.METHOD.headline.format(**dict.fromkeys(names, 1.0))
