@@ -43,7 +43,15 @@ def run(command: Command, out: Path) -> int:
         raise ValueError(
             f"model={command.model!r} is of kind {loaded.kind!r}; only dense models are quantised"
         )
-    plan = nanoquant.plan(loaded.config, settings)
+    try:
+        plan = nanoquant.plan(loaded.config, settings)
+    except ValueError as error:
+        reason, _, advice = str(error).partition("; ")  # the advice is in words of the library
+        raise ValueError(
+            f"{reason}; give more --bits, a smaller --multiple (it is {settings.multiple}), or --allow-over"
+            if advice
+            else reason
+        ) from None
     blocks = _blocks(command, loaded)
     windows, length = command.window_shape(loaded)
     if command.dry_run:
@@ -151,6 +159,13 @@ def _settings(command: Command) -> Any:
     if command.tuning_rate is not None:
         given["dense_rate"] = command.tuning_rate
         given |= {f"{kind}_rate": command.tuning_rate / 10 for kind in ("factor", "scale")}
+    for without, names, why in (
+        (command.init == "dual_svid", ("iterations",), "--init dual_svid does not iterate"),
+        (command.epochs == 0, ("tuning_rate",), "nothing is tuned with --epochs 0"),
+    ):
+        for name in names:
+            if without and getattr(command, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} has no use here, leave it out: {why}")
     return nanoquant.NanoQuantConfig(
         bits=bits, allow_over=command.allow_over, keep_dtype=command.keep_dtype, **given
     )

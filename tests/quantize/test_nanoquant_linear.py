@@ -165,3 +165,8 @@ def test_packing_refuses_what_is_no_factor():
         BinaryTensor.pack(*good[:3], np.ones(4))
     with pytest.raises(ValueError, match="not finite"):
         BinaryTensor.pack(*good[:3], np.full(3, np.nan))
+    # int8 would have kept scales of 0.3 as 0.
+    with pytest.raises(ValueError, match="dtype='int8' must be a floating-point dtype"):
+        BinaryTensor.pack(*good, dtype="int8")
+    with pytest.raises(ValueError, match="larger than bfloat16 holds"):
+        BinaryTensor.pack(*good[:3], np.full(3, 3.4e38))

@@ -468,3 +468,49 @@ def test_bad_calibration_is_named():
         nanoquant.shrink(stats, 0)
     with pytest.raises(ValueError, match=r"gamma=1.5 must be from 0 to 1"):
         nanoquant.shrink(stats, 1.5)
+
+
+def test_what_is_no_number_key_or_fitting_shape_is_named():
+    kernel, in_sq, out_sq = np.ones((4, 6), np.float32), np.ones(4), np.ones(6)
+    for key in (0, "a", np.zeros(2), jax.random.split(KEY)):
+        with pytest.raises(TypeError, match=r"must be one jax.random.key"):
+            nanoquant.lb_admm(key, kernel, in_sq, out_sq, 2)
+    for value in ("1", None, True):
+        with pytest.raises(TypeError, match=r"bpw=.* must be a number"):
+            nanoquant.nanoquant_rank(64, 64, value)
+    with pytest.raises(TypeError, match="ridge='a' must be a number"):
+        nanoquant.lb_admm(KEY, kernel, in_sq, out_sq, 2, ridge="a")
+    for approximation, moments in ((np.ones(6), in_sq), (kernel, np.ones(1)), (kernel, np.ones((4, 1)))):
+        with pytest.raises(ValueError, match=r"must be \[in, out\], \[in, out\], \[in\] and \[out\]"):
+            nanoquant.weighted_error(kernel, approximation, moments, out_sq)
+    for moments in (np.array([]), np.array([np.nan]), np.array([-1.0, 2.0]), np.ones((2, 2))):
+        with pytest.raises(ValueError, match="b: in_sq must be a vector of finite second moments"):
+            nanoquant.shrink({"b": (moments, np.ones(1))})
+    # Whole numbers are numbers, not rounded towards zero.
+    np.testing.assert_allclose(nanoquant.shrink({"b": (np.array([1, 2]), [1])}, 0.5)["b"][0], [1.25, 1.75])
+
+
+@pytest.mark.parametrize("size", [(1e20, 1.0), (1e-20, 1.0), (1.0, 1e-36), (1.0, 3e37)])
+def test_sizes_that_float32_cannot_square_are_refused_and_others_are_solved(size):
+    """At 1e-36 the error was once a third of what it is, without a word."""
+    kernel, in_sq, out_sq = (np.asarray(one, np.float32) for one in problem())
+    with pytest.raises(ValueError, match="too large or too small together for float32"):
+        nanoquant.dual_svid(KEY, kernel * np.float32(size[0]), in_sq, out_sq * np.float32(size[1]), 6)
+    zero = nanoquant.dual_svid(KEY, np.zeros_like(kernel), in_sq, out_sq, 6)
+    assert float(zero.err_installed) < 1e-6
+
+
+@pytest.mark.parametrize("factor", [1e-10, 1e10])
+def test_the_overall_size_of_weights_does_not_decide_the_error(factor):
+    kernel, in_sq, out_sq = (np.asarray(one, np.float32) for one in problem())
+    one, other = (
+        nanoquant.dual_svid(KEY, kernel, in_sq, out_sq * np.float32(by), 6, power_iters=50)
+        for by in (1, factor)
+    )
+    np.testing.assert_allclose(other.err_installed, one.err_installed, rtol=1e-4)
+
+
+def test_bytes_of_a_model_know_the_least_rank_of_its_multiple():
+    config = transformer.TransformerConfig(256, 128, 2, 4, 352)
+    assert nanoquant.plan(config, nanoquant.NanoQuantConfig(bits=0.6, multiple=8)).realised_bits <= 0.6
+    assert nanoquant.model_bytes(config, 0.6, multiple=8)["ratio"] > 1

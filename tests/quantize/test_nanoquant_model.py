@@ -194,6 +194,8 @@ def test_damaged_configurations_are_named(whole, tmp_path):
     for change, message in (
         ({"blocks_done": 3}, "blocks_done=3 must be 0 to 2"),
         ({"ranks": {"mlp.up": 99}}, "rank of mlp.up=99 must be at most 32"),
+        ({"ranks": {}}, "must name linears"),
+        ({"bits": -1}, "bits=-1 must be finite and above 0"),
         ({"bits": "one"}, "config field bits='one'"),
         ({"rank": 1}, "config field='rank' is not known"),
     ):
@@ -251,6 +253,29 @@ def test_work_that_was_killed_goes_on_and_ends_the_same(whole, tmp_path):
         run(nanoquant.NanoQuantConfig(bits=4, multiple=8), work=work)
 
 
+def test_damaged_and_other_second_moments_are_not_believed(whole, tmp_path):
+    """What is damaged is measured again; what the caller gave is part of what the run is."""
+    work, moments = tmp_path / "work", tmp_path / "work" / "statistics.safetensors"
+    run(work=work, blocks=1)
+    whole_file = moments.read_bytes()
+
+    def tensors():
+        stored = _files.SafeTensors([moments])
+        return {name: stored.read(name) for name in stored.shapes}
+
+    right = tensors()
+    for damaged in (b"", whole_file[:-40], whole_file[:-1] + bytes([whole_file[-1] ^ 4])):
+        moments.write_bytes(damaged)
+        run(work=work, blocks=1)
+        jax.tree.map(np.testing.assert_array_equal, tensors(), right)
+    given = nanoquant.collect_diag_stats(small.CONFIG, small.params(), [one[None] for one in TOKENS])
+    again = run(work=tmp_path / "given", stats=given, blocks=1)
+    jax.tree.map(np.testing.assert_array_equal, again.params["layers"][0], run(blocks=1).params["layers"][0])
+    other = {path: (2 * pair[0], pair[1]) for path, pair in given.items()}
+    with pytest.raises(ValueError, match="another second moments"):
+        run(work=tmp_path / "given", stats=other, blocks=1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -264,6 +289,12 @@ def test_work_that_was_killed_goes_on_and_ends_the_same(whole, tmp_path):
 )
 def test_bad_settings_are_named(options, message):
     with pytest.raises(ValueError, match=message):
+        nanoquant.NanoQuantConfig(**options)
+
+
+@pytest.mark.parametrize("options", [{"bits": "1"}, {"bits": True}, {"gamma": None}, {"dense_rate": "x"}])
+def test_settings_that_are_no_numbers_are_named(options):
+    with pytest.raises(TypeError, match=f"{next(iter(options))}=.* must be a number"):
         nanoquant.NanoQuantConfig(**options)
 
 
@@ -281,9 +312,7 @@ def test_it_refuses_before_any_work(tmp_path):
             small.CONFIG,
             tokens,
             SETTINGS,
-            key=jax.random.key(0),
-            work=tmp_path / "work",
-            **options,
+            **{"key": jax.random.key(0), "work": tmp_path / "work", **options},
         )
 
     with pytest.raises(ValueError, match=r"calibration tokens of shape \(0, 13\)"):
@@ -295,7 +324,62 @@ def test_it_refuses_before_any_work(tmp_path):
         go(broken)
     with pytest.raises(ValueError, match="projections apart"):
         go(transformer.join_projections(small.params()))
+    incomplete = {name: part for name, part in small.params().items() if name != "final_norm"}
+    with pytest.raises(ValueError, match="missing tensors: final_norm"):
+        go(incomplete)
+    for wrong in ("x", {}):
+        with pytest.raises(TypeError, match=r"params must be the parameters of a transformer"):
+            go(wrong)
+    with pytest.raises(TypeError, match=r"must be one jax.random.key"):
+        go(key=0)
+    for wrong, message in (({}, "stats lack 'layers.0"), ({"all": 1}, "stats lack 'layers.0")):
+        with pytest.raises(ValueError, match=message):
+            go(stats=wrong)
+    with pytest.raises(TypeError, match="settings must be a NanoQuantConfig"):
+        run({"bits": 1})
     assert not (tmp_path / "work").exists()
+
+
+def test_plans_that_were_edited_are_refused():
+    import dataclasses
+
+    plan = nanoquant.plan(small.CONFIG, SETTINGS)
+    for index in (0, -1):
+        rows = list(plan.rows)
+        rows[index] = dataclasses.replace(rows[index], rank=4)
+        with pytest.raises(ValueError, match=r"rank=4.* where this model has .*make plans with"):
+            run(dataclasses.replace(plan, rows=tuple(rows)))
+    for change in ({"rows": plan.rows[:-1]}, {"kept_bytes": 1}, {"method": "other"}):
+        with pytest.raises(ValueError, match="another model, or it was edited"):
+            run(dataclasses.replace(plan, **change))
+    content = plan.to_dict()
+    with pytest.raises(TypeError, match="plan rows must be a list"):
+        nanoquant.NanoQuantPlan.from_dict({**content, "rows": 5})
+    with pytest.raises(ValueError, match="plan settings field='bit' is not known"):
+        nanoquant.NanoQuantPlan.from_dict({**content, "settings": {**content["settings"], "bit": 1}})
+
+
+def test_scale_tuning_names_what_is_no_teacher_rate_or_optimizer(whole):
+    def tune(teacher=None, **options):
+        teacher = small.params() if teacher is None else teacher
+        options = {"key": jax.random.key(0), "epochs": 1, **options}
+        return nanoquant.tune_scales_kl(whole.params, whole.config, teacher, TOKENS, **options)
+
+    with pytest.raises(TypeError, match="teacher_params must be the parameters of a transformer"):
+        tune({})
+    with pytest.raises(ValueError, match="teacher_params: missing tensors: final_norm"):
+        tune({name: part for name, part in small.params().items() if name != "final_norm"})
+    with pytest.raises(ValueError, match=r"rate=-1\.0 must be above 0"):
+        tune(rate=-1)
+    with pytest.raises(TypeError, match="optimizer='adam' must be a GradientTransformation"):
+        tune(optimizer="adam")
+
+
+def test_it_works_where_floats_have_64_bits():
+    with jax.enable_x64(True):
+        made = run()
+    assert np.isfinite(made.scale_losses).all()
+    assert all(one.scale_in.dtype == jnp.bfloat16 for one in binaries(made.params))
 
 
 def test_a_file_means_what_the_documented_format_says(whole):

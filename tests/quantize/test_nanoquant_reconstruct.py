@@ -204,6 +204,20 @@ def test_bad_input_is_named(block, data, change, message):
         run(block, inputs, TUNING, **change)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"windows": 0}, "windows=0 must be above 0"),
+        ({"dense_batch": 0}, "dense_batch=0 must be above 0"),
+        ({"factor_epochs": -1}, "factor_epochs=-1 must be above 0"),
+        ({"dense_rate": -1e-3}, "dense_rate=-0.001 must be above 0"),
+    ],
+)
+def test_bad_tuning_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        nanoquant.BlockTuning.adam(**{"windows": WINDOWS, **change})
+
+
 def test_a_rate_that_blows_up_is_said(block, data):
     tuning = nanoquant.BlockTuning.adam(WINDOWS, dense_rate=1e30, dense_epochs=6, factor_epochs=0)
     with pytest.raises(ValueError, match="not finite"):

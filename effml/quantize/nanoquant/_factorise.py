@@ -23,8 +23,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from effml._validate import count, one_of
+from effml._validate import count, one_of, real
 from effml.quantize.nanoquant import _admm
+from effml.quantize.nanoquant._rank import random_key
 from effml.quantize.nanoquant._svid import (
     checked_kernel,
     matmul,
@@ -94,15 +95,24 @@ def weighted_error(kernel: Any, approximation: Any, in_sq: Any, out_sq: Any) -> 
         out_sq: [out].
 
     Returns:
-        A scalar; 0 for a kernel of zeros.
+        A scalar; 0 for a kernel of zeros that is met.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
 
     Example:
         >>> float(weighted_error(jnp.eye(2), jnp.zeros((2, 2)), jnp.ones(2), jnp.ones(2)))
         1.0
     """
-    weights = jnp.outer(jnp.asarray(in_sq), jnp.asarray(out_sq))
-    kernel = jnp.asarray(kernel)
-    lost = (weights * jnp.square(jnp.asarray(approximation) - kernel)).sum()
+    kernel, approximation, in_sq, out_sq = map(jnp.asarray, (kernel, approximation, in_sq, out_sq))
+    shapes = (kernel.shape, approximation.shape, (*in_sq.shape, *out_sq.shape))
+    if kernel.ndim != 2 or len(set(shapes)) > 1 or in_sq.ndim != 1:
+        raise ValueError(
+            f"kernel {kernel.shape}, approximation {approximation.shape}, in_sq {in_sq.shape} and out_sq "
+            f"{out_sq.shape} must be [in, out], [in, out], [in] and [out]"
+        )
+    weights = jnp.outer(in_sq, out_sq)
+    lost = (weights * jnp.square(approximation - kernel)).sum()
     all_of_it = (weights * jnp.square(kernel)).sum()
     return lost / jnp.where(all_of_it > 0, all_of_it, 1)
 
@@ -116,7 +126,7 @@ def lb_admm(
     *,
     iters: int = 400,
     power_iters: int = 5,
-    ridge: float | int = 3e-2,
+    ridge: float | int | Any = 3e-2,
     schedule: str = "linear",
 ) -> BinaryFactors:
     r"""Latent-binary ADMM: alternating ridge regressions, each pulled towards signs times a rank-one magnitude.
@@ -137,8 +147,8 @@ def lb_admm(
 
     Raises:
         ValueError: for a kernel that is not a finite matrix, moments of another length or not finite and above zero,
-            a rank out of range, or settings out of range.
-        TypeError: for a kernel that is not floating, or counts that are no integers.
+            a rank out of range, settings out of range, or sizes whose squares the type can't hold.
+        TypeError: for a kernel that is not floating, counts that are no integers, or what is no key.
 
     Source: NanoQuant, arXiv 2602.06694, section 3, with the details of its code.
 
@@ -153,7 +163,7 @@ def lb_admm(
     _not_negative("ridge", ridge)
     penalties = _admm.SCHEDULES[schedule](np.arange(count("iters", iters)) / iters)
     return _lb_admm(
-        key,
+        random_key(key),
         kernel,
         in_sq,
         out_sq,
@@ -173,7 +183,7 @@ def dbf_admm(
     *,
     iters: int = 260,
     power_iters: int = 5,
-    ridge: float | int = 3e-2,
+    ridge: float | int | Any = 3e-2,
 ) -> BinaryFactors:
     """Double binary factorisation: three inner steps of ADMM a factor, at a penalty that soon is 1.
 
@@ -208,7 +218,7 @@ def dbf_admm(
     kernel, in_sq, out_sq, rank = _checked(kernel, in_sq, out_sq, rank)
     _not_negative("ridge", ridge)
     return _dbf_admm(
-        key,
+        random_key(key),
         kernel,
         in_sq,
         out_sq,
@@ -277,11 +287,27 @@ def _checked(kernel: Any, in_sq: Any, out_sq: Any, rank: int) -> tuple[Array, Ar
                     "with gamma above 0"
                 )
         moments.append(value)
+    _check_size(kernel, *moments)
     return kernel, moments[0], moments[1], rank
 
 
-def _not_negative(name: str, value: float | int) -> None:
-    if not 0 <= value < math.inf:
+def _check_size(kernel: Array, in_sq: Array, out_sq: Array) -> None:
+    """Squares of the weighted kernel are summed, so that they must be neither 0 nor infinite."""
+    if any(isinstance(one, Tracer) for one in (kernel, in_sq, out_sq)):
+        return
+    # Largest entries, in NumPy's float64, which holds what would overflow.
+    largest = [float(np.abs(np.asarray(one)).max()) for one in (kernel, in_sq, out_sq)]
+    square = largest[0] ** 2 * largest[1] * largest[2]
+    info = jnp.finfo(kernel.dtype)
+    if largest[0] and not 1e10 * float(info.tiny) < square < 1e-10 * float(info.max):
+        raise ValueError(
+            f"kernel (up to {largest[0]:.2g}), in_sq (up to {largest[1]:.2g}) and out_sq (up to {largest[2]:.2g}) are "
+            f"too large or too small together for {kernel.dtype}: scale them"
+        )
+
+
+def _not_negative(name: str, value: Any) -> None:
+    if not 0 <= real(name, value) < math.inf:
         raise ValueError(f"{name}={value!r} must be finite and not below 0")
 
 

@@ -21,7 +21,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from effml._validate import count
+from effml._validate import count, floating_dtype
 from effml.nn.transformer import dense_linear
 from pallas_kernels.binary_matmul import binary_matmul, pack_signs, unpack_signs
 
@@ -142,7 +142,8 @@ def _moded_forward(trained: str, mode: Array, *arrays: Array) -> tuple[Array, An
     rows = x.shape[0]
 
     def dense() -> tuple[Array, Array, Array]:
-        return _dot(x, kernel), jnp.zeros((rows, v.shape[1])), jnp.zeros((rows, u.shape[1]))
+        nothing = [jnp.zeros((rows, part.shape[1]), jnp.float32) for part in (v, u)]
+        return _dot(x, kernel), nothing[0], nothing[1]
 
     def factors() -> tuple[Array, Array, Array]:
         h = _dot(x * scale_in, sign_ste(v))
@@ -282,7 +283,7 @@ class BinaryTensor:
             dtype: of the scales that are kept.
 
         Raises:
-            ValueError: for shapes that do not fit, or anything that is not finite.
+            ValueError: for shapes that do not fit, anything that is not finite, or a type that does not hold scales.
 
         Example:
             >>> BinaryTensor.pack(np.ones((4, 2)), np.ones((3, 5)), np.ones(4), np.ones(5))
@@ -300,7 +301,10 @@ class BinaryTensor:
         if not all(np.isfinite(one).all() for one in (v, u, scale_in, scale_out)):
             raise ValueError("factors or scales are not finite")
         v, u = (np.where(one >= 0, np.int8(1), np.int8(-1)) for one in (v, u))
-        scales = (jnp.asarray(one, dtype) for one in (scale_in, scale_out))
+        kept = floating_dtype("dtype", dtype)
+        scales = [jnp.asarray(one, kept) for one in (scale_in, scale_out)]
+        if not all(bool(jnp.isfinite(one).all()) for one in scales):
+            raise ValueError(f"scales are larger than {kept} holds")
         return cls(pack_signs(v), pack_signs(u), *scales, inputs=v.shape[0], rank=v.shape[1])
 
     @property

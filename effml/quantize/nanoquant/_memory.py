@@ -26,7 +26,7 @@ def model_bytes(config: TransformerConfig, bpw: float | int | None, *, multiple:
     Args:
         config: of the model.
         bpw: bits per weight asked for; None factorises nothing.
-        multiple: of the rank.
+        multiple: of the rank, and the least one.
 
     Returns:
         `bytes`, `bytes_bfloat16` of the model as it is, their `ratio`, and the realised `bits_per_weight` of the
@@ -53,7 +53,7 @@ def model_bytes(config: TransformerConfig, bpw: float | int | None, *, multiple:
             kept += size
             continue
         d_in, d_out = leaf.shape
-        rank = nanoquant_rank(d_in, d_out, bpw, multiple=multiple)
+        rank = nanoquant_rank(d_in, d_out, bpw, multiple=multiple, min_rank=multiple)
         arrays = jax.eval_shape(lambda: _packed(d_in, d_out, rank))  # noqa: B023  (called at once)
         packed += layers * sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
         weights += layers * d_in * d_out

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from effml._validate import count, one_of
+from effml._validate import count, one_of, real
 from effml.nn import transformer
 from effml.nn.hub import _names
 from effml.nn.transformer import TransformerConfig, decoding_linear
@@ -61,6 +61,7 @@ class BinaryConfig:
 
     Raises:
         ValueError: for values out of range.
+        TypeError: for values of another type.
 
     Example:
         >>> config = BinaryConfig(TransformerConfig(256, 32, 2, 4, 64), (("mlp.up", 8), ("mlp.down", 8)), 1)
@@ -77,11 +78,17 @@ class BinaryConfig:
 
     def __post_init__(self) -> None:
         shapes = kernel_shapes(self.model)
+        if not self.ranks or len(dict(self.ranks)) < len(self.ranks):
+            raise ValueError(f"ranks={self.ranks!r} must name linears, each of them once")
+        if not 0 < real("bits", self.bits) < math.inf:
+            raise ValueError(f"bits={self.bits!r} must be finite and above 0")
         for name, rank in self.ranks:
             one_of("ranks", name, shapes)
             if count(f"rank of {name}", rank) > min(shapes[name]):
                 raise ValueError(f"rank of {name}={rank} must be at most {min(shapes[name])}")
-        if not 0 <= self.blocks_done <= self.model.num_layers:
+        if self.blocks_done != 0:
+            count("blocks_done", self.blocks_done)
+        if self.blocks_done > self.model.num_layers:
             raise ValueError(f"blocks_done={self.blocks_done} must be 0 to {self.model.num_layers}")
         one_of("keep_dtype", self.keep_dtype, KEEP_DTYPES)
 
@@ -283,6 +290,39 @@ def check_binary_params(source: str, params: Any, config: Any) -> None:
         ValueError: params: the configuration says 2 layers, the weights hold 0
     """
     stored_tensors(params, config, source)
+
+
+def check_dense_params(source: str, params: Any, config: TransformerConfig) -> None:
+    """Raises where parameters, a list of layers, are not those of a model in full precision of this configuration.
+
+    Args:
+        source: of the parameters, for error messages.
+        params: of the model, projections apart.
+        config: of the model.
+
+    Raises:
+        ValueError: naming the tensor that is missing, too many or of another shape.
+        TypeError: for what holds no layers, or another configuration.
+
+    Example:
+        >>> check_dense_params("params", {"layers": []}, TransformerConfig(256, 32, 2, 4, 64))
+        Traceback (most recent call last):
+        ...
+        ValueError: params: the configuration says 2 layers, the weights hold 0
+    """
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(f"config must be a TransformerConfig, this is a {type(config).__name__}")
+    if not isinstance(params, Mapping) or "layers" not in params:
+        raise TypeError(f"{source} must be the parameters of a transformer, a dict with its layers")
+    if len(params["layers"]) != config.num_layers:
+        raise ValueError(
+            f"{source}: the configuration says {config.num_layers} layers, the weights hold {len(params['layers'])}"
+        )
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    found = {path_name(path): np.shape(leaf) for path, leaf in leaves}
+    if joined := [name for name in found if name.split(".")[-2:-1] in (["qkv"], ["gate_up"])]:
+        raise ValueError(f"{source}: {joined[0]} is several projections joined; keep projections apart")
+    _names.check_tensors(source, _dense_shapes(config), found)
 
 
 def stored_tensors(params: Any, config: Any, source: str = "params") -> dict[str, np.ndarray]:

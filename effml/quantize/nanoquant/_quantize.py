@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -15,17 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from effml._validate import count, one_of, positive
+from effml._validate import count, one_of, positive, real
 from effml.nn import transformer
 from effml.nn.hub import _files
 from effml.nn.transformer import TransformerConfig, dense_linear
 from effml.quantize._calibrate import check_tokens
+from effml.quantize._host import on_host
 from effml.quantize._model import KEEP_DTYPES
+from effml.quantize._plan import _check_fields
 from effml.quantize._work import WorkFolder, digest
 from effml.quantize.nanoquant._factorise import SCHEDULES, BinaryFactors, dbf_admm, dual_svid, lb_admm
 from effml.quantize.nanoquant._linear import BinaryTensor, open_linear, open_signs
-from effml.quantize.nanoquant._model import BinaryConfig, kernel_shapes
-from effml.quantize.nanoquant._rank import bits_per_weight, nanoquant_rank
+from effml.quantize.nanoquant._model import BinaryConfig, check_dense_params, kernel_shapes
+from effml.quantize.nanoquant._rank import bits_per_weight, nanoquant_rank, random_key
 from effml.quantize.nanoquant._reconstruct import BlockTuning, reconstruct_block
 from effml.quantize.nanoquant._statistics import collect_diag_stats, shrink
 from effml.quantize.nanoquant._tune_scales import tune_scales_kl
@@ -73,50 +76,50 @@ class NanoQuantConfig:
 
     Raises:
         ValueError: for values out of range.
-        TypeError: for counts that are no integers.
+        TypeError: for counts that are no integers, or rates that are no numbers.
 
     Example:
         >>> NanoQuantConfig(bits=0.8, multiple=8).init
         'lb_admm'
     """
 
-    bits: float | int = 1.0
+    bits: float | int | Any = 1.0
     multiple: int = 32
     min_rank: int | None = None
     allow_over: bool = False
-    gamma: float | int = 0.4
+    gamma: float | int | Any = 0.4
     init: str = "lb_admm"
     iterations: int | None = None
     schedule: str = "linear"
     dense_epochs: int = 8
     factor_epochs: int = 8
     scale_epochs: int = 8
-    dense_rate: float | int = 1e-4
-    factor_rate: float | int = 1e-5
-    scale_rate: float | int = 1e-5
+    dense_rate: float | int | Any = 1e-4
+    factor_rate: float | int | Any = 1e-5
+    scale_rate: float | int | Any = 1e-5
     dense_batch: int = 4
     factor_batch: int = 1
     scale_batch: int = 1
     keep_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if not 0 < self.bits < math.inf:
+        if not 0 < real("bits", self.bits) < math.inf:
             raise ValueError(f"bits={self.bits!r} must be finite and above 0")
         one_of("init", self.init, INITIALISERS)
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("keep_dtype", self.keep_dtype, KEEP_DTYPES)
-        if not 0 <= self.gamma <= 1:
+        if not 0 <= real("gamma", self.gamma) <= 1:
             raise ValueError(f"gamma={self.gamma!r} must be from 0 to 1")
         for name in ("multiple", "dense_batch", "factor_batch", "scale_batch"):
             count(name, getattr(self, name))
         for name in ("dense_epochs", "factor_epochs", "scale_epochs"):
-            if getattr(self, name) != 0:
+            if getattr(self, name) != 0 or isinstance(getattr(self, name), bool):
                 count(name, getattr(self, name))
         for name in ("min_rank", "iterations"):
             if getattr(self, name) is not None:
                 count(name, getattr(self, name))
         for name in ("dense_rate", "factor_rate", "scale_rate"):
-            if not math.isfinite(positive(name, getattr(self, name))):
+            if not math.isfinite(positive(name, real(name, getattr(self, name)))):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be finite")
 
 
@@ -234,6 +237,7 @@ class NanoQuantPlan:
 
         Raises:
             ValueError: for fields that are missing or unknown.
+            TypeError: for fields of another type.
 
         Example:
             >>> NanoQuantPlan.from_dict({"bits": 1})
@@ -241,16 +245,17 @@ class NanoQuantPlan:
             ...
             ValueError: plan field='bits' is not known (allowed: kept_bytes, method, rows, settings)
         """
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in content:
-            one_of("plan field", name, names)
-        if missing := [name for name in names if name not in content]:
-            raise ValueError(f"plan lacks {', '.join(missing)}")
+        _check_fields("plan", content, cls)
+        _check_fields("plan settings", content["settings"], NanoQuantConfig)
+        if not isinstance(content["rows"], (list, tuple)):
+            raise TypeError(f"plan rows must be a list, this is a {type(content['rows']).__name__}")
+        for row in content["rows"]:
+            _check_fields("plan row", row, NanoQuantRow)
         rows = tuple(NanoQuantRow(**row) for row in content["rows"])
         return cls(**{**content, "rows": rows, "settings": NanoQuantConfig(**content["settings"])})
 
 
-def plan(config: TransformerConfig, settings: NanoQuantConfig | None = None) -> NanoQuantPlan:
+def plan(config: TransformerConfig | Any, settings: NanoQuantConfig | Any = None) -> NanoQuantPlan:
     """Ranks and bytes of every kernel, from the model's configuration alone.
 
     Args:
@@ -262,6 +267,7 @@ def plan(config: TransformerConfig, settings: NanoQuantConfig | None = None) -> 
 
     Raises:
         ValueError: for a rate that a kernel can't keep.
+        TypeError: for another kind of configuration or settings.
 
     Example:
         >>> plan(TransformerConfig(256, 32, 2, 4, 64), NanoQuantConfig(bits=0.5))
@@ -270,6 +276,12 @@ def plan(config: TransformerConfig, settings: NanoQuantConfig | None = None) -> 
         ValueError: attention.query: bpw=0.5 can't be reached for 32 x 32: rank 32, the least, ...
     """
     settings = NanoQuantConfig() if settings is None else settings
+    for name, given, wanted in (
+        ("config", config, TransformerConfig),
+        ("settings", settings, NanoQuantConfig),
+    ):
+        if not isinstance(given, wanted):
+            raise TypeError(f"{name} must be a {wanted.__name__}, this is a {type(given).__name__}")
     shapes, rows = kernel_shapes(config), []
     for name, (inputs, outputs) in shapes.items():
         try:
@@ -317,14 +329,14 @@ class QuantizedModel(NamedTuple):
 
 
 def quantize_lm(
-    params: Mapping[str, Any],
+    params: Mapping[str, Any] | Any,
     config: TransformerConfig,
     calibration_tokens: Any,
-    settings: NanoQuantConfig | NanoQuantPlan | None = None,
+    settings: NanoQuantConfig | NanoQuantPlan | Any = None,
     *,
-    key: Array,
+    key: Array | Any,
     blocks: int | None = None,
-    stats: Mapping[str, tuple[Any, Any]] | None = None,
+    stats: Mapping[str, tuple[Any, Any]] | Any = None,
     work: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> QuantizedModel:
@@ -347,8 +359,10 @@ def quantize_lm(
         A `QuantizedModel`.
 
     Raises:
-        ValueError: for a rate that can't be kept, parameters that are not finite or do not fit, tokens that are missing
-            or can't be read, or the work folder of another run; all before any work.
+        ValueError: for a rate that can't be kept, a plan of another model or one that was edited, parameters or
+            second moments that are not finite or do not fit, tokens that are missing or can't be read, or the work
+            folder of another run; all before any work.
+        TypeError: under `jit`, or for anything but settings, parameters and a key.
 
     Source: NanoQuant, arXiv 2602.06694, with the details of its code.
 
@@ -363,8 +377,14 @@ def quantize_lm(
     """
     say = progress or (lambda *_: None)
     made = settings if isinstance(settings, NanoQuantPlan) else plan(config, settings)
+    on_host("quantize_lm", params, calibration_tokens, key, stats)
+    key = random_key(key)
+    if not isinstance(params, Mapping) or "layers" not in params:
+        raise TypeError("params must be the parameters of a transformer, a dict with its layers")
     params = transformer.unstack_layers(params)
     _check(params, config, made)
+    if stats is not None:
+        _check_statistics(stats, made)
     tokens = check_tokens(calibration_tokens, config)
     total = config.num_layers if blocks is None else count("blocks", blocks)
     if total > config.num_layers:
@@ -376,34 +396,45 @@ def quantize_lm(
         "model configuration": config.to_dict(),
         "weights": digest(params),
         "calibration text": digest(tokens),
-        "seed": digest(jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key),
+        "seed": digest(jax.random.key_data(key)),
     }
+    if stats is not None:
+        fingerprint["second moments"] = digest([stats[name] for name in sorted(stats)])
     folder = WorkFolder(work, fingerprint)
     with folder.locked():
         return _quantize(made, params, config, tokens, key, total, stats, folder, say)
 
 
 def _check(params: Mapping[str, Any], config: TransformerConfig, made: NanoQuantPlan) -> None:
-    if len(params["layers"]) != config.num_layers:
+    check_dense_params("params", params, config)
+    right = plan(config, made.settings)
+    for row, wanted in zip(made.rows, right.rows):
+        if row != wanted:
+            raise ValueError(
+                f"the plan has {row} where this model has {wanted}; make plans with nanoquant.plan"
+            )
+    if made != right:
         raise ValueError(
-            f"params have {len(params['layers'])} layers, the config says num_layers={config.num_layers}"
+            "the plan is that of another model, or it was edited; make plans with nanoquant.plan"
         )
-    shapes = kernel_shapes(config)
-    found = {row.name: (row.inputs, row.outputs) for row in made.rows}
-    if found != shapes or len(made.rows) != config.num_layers * len(shapes):
-        raise ValueError("the plan is that of another model")
-    for index, layer in enumerate(params["layers"]):
-        for name, shape in shapes.items():
-            block, part = name.split(".")
-            kernel = layer[block].get(part, {}).get("kernel")
-            if kernel is None or np.shape(kernel) != shape:
-                raise ValueError(
-                    f"layers.{index}.{name} {'is absent' if kernel is None else f'is {np.shape(kernel)}'}, should be "
-                    f"a kernel of {shape}, projections apart"
-                )
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not bool(jnp.isfinite(jnp.asarray(leaf)).all()):
             raise ValueError(f"{path_name(path)} holds values that are not finite; nothing was quantised")
+
+
+def _check_statistics(stats: Any, made: NanoQuantPlan) -> None:
+    if not isinstance(stats, Mapping):
+        raise TypeError(f"stats must be those of collect_diag_stats, this is a {type(stats).__name__}")
+    for row in made.rows:
+        name = f"layers.{row.layer}.{row.name}"
+        if name not in stats:
+            raise ValueError(f"stats lack {name!r}")
+        shapes = tuple(np.shape(one) for one in stats[name])
+        if shapes != ((row.inputs,), (row.outputs,)):
+            raise ValueError(
+                f"{name}: stats of shapes {shapes} do not fit a kernel of {row.inputs} x {row.outputs}"
+            )
+    shrink(stats, made.settings.gamma)
 
 
 def _quantize(
@@ -517,9 +548,10 @@ def _statistics(
         return given
     path = None if work is None else work.folder / "statistics.safetensors"
     if path is not None and path.is_file():
-        stored = _files.SafeTensors([path])
-        names = sorted({name.rpartition(".")[0] for name in stored.shapes})
-        return {name: (stored.read(f"{name}.in_sq"), stored.read(f"{name}.out_sq")) for name in names}
+        with contextlib.suppress(ValueError):  # a damaged file is work not done
+            stored = _files.SafeTensors([path])
+            names = sorted({name.rpartition(".")[0] for name in stored.shapes})
+            return {name: (stored.read(f"{name}.in_sq"), stored.read(f"{name}.out_sq")) for name in names}
 
     def counted() -> Any:
         for index, window in enumerate(tokens):

@@ -3,10 +3,15 @@ r"""The rank that a rate pays for, and the rate that a rank costs."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from effml._validate import count, one_of
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-__all__ = ["bits_per_weight", "nanoquant_rank"]
+from effml._validate import count, one_of, real
+
+__all__ = ["bits_per_weight", "nanoquant_rank", "random_key"]
 
 _TOLERANCE = 1.02  # of the rate that was asked for
 
@@ -45,7 +50,7 @@ def bits_per_weight(d_in: int, d_out: int, rank: int, *, num_scales: int = 2, sc
 def nanoquant_rank(
     d_in: int,
     d_out: int,
-    bpw: float | int,
+    bpw: float | int | Any,
     *,
     num_scales: int = 2,
     scale_bits: int = 16,
@@ -76,7 +81,7 @@ def nanoquant_rank(
 
     Raises:
         ValueError: for a rate that is not finite and above zero, or one that the least rank exceeds by more than 2%.
-        TypeError: for sizes that are no integers.
+        TypeError: for sizes that are no integers, or a rate that is no number.
 
     Source: the code of NanoQuant, arXiv 2602.06694.
 
@@ -91,7 +96,7 @@ def nanoquant_rank(
     d_in, d_out = count("d_in", d_in), count("d_out", d_out)
     scale_bits, multiple = count("scale_bits", scale_bits), count("multiple", multiple)
     min_rank = count("min_rank", min_rank)
-    if not 0 < bpw < math.inf:
+    if not 0 < real("bpw", bpw) < math.inf:
         raise ValueError(f"bpw={bpw!r} must be finite and above 0")
     fixed = scale_bits * _scales(d_in, d_out, 0, num_scales)
     each = d_in + d_out + (scale_bits if num_scales == 3 else 0)
@@ -104,6 +109,23 @@ def nanoquant_rank(
             "weight; ask for that, lower multiple and min_rank, or pass allow_over=True"
         )
     return rank
+
+
+def random_key(key: Any) -> Any:
+    """One key of `jax.random.key` (also for one of `jax.random.PRNGKey`).
+
+    Example:
+        >>> random_key(0)
+        Traceback (most recent call last):
+        ...
+        TypeError: key=0 must be one jax.random.key
+    """
+    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    raw = not typed and getattr(key, "dtype", None) == np.uint32 and np.ndim(key) == 1
+    if not raw and (not typed or key.shape):
+        given = f" of shape {key.shape}" if typed else f"={key!r}"
+        raise TypeError(f"key{given} must be one jax.random.key")
+    return jax.random.wrap_key_data(key) if raw else key
 
 
 def _scales(d_in: int, d_out: int, rank: int, num_scales: int) -> int:

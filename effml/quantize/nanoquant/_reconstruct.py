@@ -7,6 +7,7 @@ whole block, and every block like it, needs two compiled programs: one that tune
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from effml._validate import count
+from effml._validate import count, positive, real
 from effml.quantize.nanoquant._factorise import BinaryFactors, lb_admm
 from effml.quantize.nanoquant._linear import DENSE, FROZEN, LATENT, BinaryTensor, moded_linear
+from effml.quantize.nanoquant._rank import random_key
 
 __all__ = ["BlockTuning", "adam", "reconstruct_block"]
 
@@ -56,8 +58,8 @@ class BlockTuning(NamedTuple):
         cls,
         windows: int,
         *,
-        dense_rate: float | int = 1e-4,
-        factor_rate: float | int = 1e-5,
+        dense_rate: float | int | Any = 1e-4,
+        factor_rate: float | int | Any = 1e-5,
         dense_epochs: int = 8,
         factor_epochs: int = 8,
         dense_batch: int = 4,
@@ -65,10 +67,24 @@ class BlockTuning(NamedTuple):
     ) -> BlockTuning:
         """The method's own: `adam` with a cosine that ends at 1e-4 of the rate. 0 epochs leave a step out.
 
+        Raises:
+            ValueError: for counts or rates that are not above 0.
+            TypeError: for counts that are no integers, or rates that are no numbers.
+
         Example:
             >>> BlockTuning.adam(windows=64, factor_epochs=0).factor is None
             True
         """
+
+        count("windows", windows)
+        for name, batch in (("dense_batch", dense_batch), ("factor_batch", factor_batch)):
+            count(name, batch)
+        for name, epochs in (("dense_epochs", dense_epochs), ("factor_epochs", factor_epochs)):
+            if epochs != 0:
+                count(name, epochs)
+        for name, rate in (("dense_rate", dense_rate), ("factor_rate", factor_rate)):
+            if not math.isfinite(positive(name, real(name, rate))):
+                raise ValueError(f"{name}={rate!r} must be finite")
 
         def optimizer(rate: float | int, epochs: int, batch: int) -> optax.GradientTransformation | None:
             return None if epochs == 0 else adam(float(rate), epochs * -(-windows // batch), 1e-4)
@@ -105,7 +121,7 @@ def reconstruct_block(
     plan: Mapping[str, int],
     opt: BlockTuning,
     *,
-    key: Array,
+    key: Array | Any,
     factorise: Factorise = lb_admm,
     importance: Any = None,
     progress: Callable[[str, int], Any] | None = None,
@@ -162,10 +178,10 @@ def reconstruct_block(
     if importance is not None and not fits:
         raise ValueError(f"importance of shape {np.shape(weights)} must be [{target.shape[-1]}]")
     # Its scale cancels in Adam; of mean one it keeps the sum of squares where epsilon is small against it.
-    weights = jnp.asarray(weights, jnp.float32) if fits else jnp.ones(target.shape[-1])
+    weights = jnp.asarray(weights if fits else np.ones(target.shape[-1]), jnp.float32)
     weights = weights / jnp.maximum(weights.mean(), 1e-30)
     rows = []
-    keys = jax.random.split(key, 3 * len(plan)).reshape(len(plan), 3)
+    keys = jax.random.split(random_key(key), 3 * len(plan)).reshape(len(plan), 3)
     for index, (name, rank) in enumerate(plan.items()):
         started = time.perf_counter()
         row: dict[str, Any] = {"name": name, "rank": rank}
@@ -269,16 +285,16 @@ class _Block:
     def of(cls, block_params: Mapping[str, Any], plan: Mapping[str, int]) -> _Block:
         # Copies: passes of tuning take over the memory of what they are given.
         rest: dict[str, Any] = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), dict(block_params))
-        linears = {}
+        linears, ones = {}, functools.partial(jnp.ones, dtype=jnp.float32)
         for name, rank in plan.items():
             own = _get(rest, name)
             inputs, outputs = own["kernel"].shape
             linears[name] = {
                 **own,
-                "v": jnp.ones((inputs, rank)),
-                "u": jnp.ones((rank, outputs)),
-                "scale_in": jnp.ones(inputs),
-                "scale_out": jnp.ones(outputs),
+                "v": ones((inputs, rank)),
+                "u": ones((rank, outputs)),
+                "scale_in": ones(inputs),
+                "scale_out": ones(outputs),
             }
             rest = _put(rest, name, {})
         return cls(rest, linears, {name: jnp.int32(DENSE) for name in plan})

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from effml._validate import real
 from effml.nn import transformer
 from effml.nn.transformer import TransformerConfig
 from effml.quantize._calibrate import check_tokens
@@ -54,8 +55,9 @@ def collect_diag_stats(
         clip_percentile: share of a batch's tokens that is not clipped by tau itself.
 
     Returns:
-        By path, such as "layers.0.attention.query": float32[in] and float32[out], the latter times 1e6. Only relative
-        sizes within a vector matter. The head is left out.
+        By path, such as "layers.0.attention.query": float32[in] and float32[out], the latter times 1e6. Relative
+        sizes within a vector decide which errors count; the overall size only how large latents are beside a step of
+        their tuning. The head is left out.
 
     Raises:
         ValueError: for no batches, a percentile outside 0 ... 1, no kernels, tokens that can't be read, or moments
@@ -101,7 +103,7 @@ def collect_diag_stats(
     return found
 
 
-def shrink(stats: Statistics, gamma: float | int = 0.4) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def shrink(stats: Statistics, gamma: float | int | Any = 0.4) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     r"""Second moments drawn towards their mean, so that none is zero and few tokens decide less.
 
     $$h \leftarrow (1 - \gamma)\, h + \gamma\, \mathrm{mean}(h)$$
@@ -114,7 +116,8 @@ def shrink(stats: Statistics, gamma: float | int = 0.4) -> dict[str, tuple[np.nd
         Likewise. A vector of zeros, which tells no channel from another, becomes one of ones.
 
     Raises:
-        ValueError: for gamma outside 0 ... 1, or 0 where a channel is zero.
+        ValueError: for gamma outside 0 ... 1, or 0 where a channel is zero; for moments that are no vector of finite
+            numbers, none below 0.
 
     Source: NanoQuant, arXiv 2602.06694.
 
@@ -122,7 +125,7 @@ def shrink(stats: Statistics, gamma: float | int = 0.4) -> dict[str, tuple[np.nd
         >>> shrink({"a": (np.array([0.0, 2.0]), np.array([4.0]))}, 0.5)["a"][0].tolist()
         [0.5, 1.5]
     """
-    if not 0 <= gamma <= 1:
+    if not 0 <= real("gamma", gamma) <= 1:
         raise ValueError(f"gamma={gamma!r} must be from 0 to 1")
     return {path: _pair(path, pair, gamma) for path, pair in stats.items()}
 
@@ -134,6 +137,9 @@ def _pair(path: str, pair: tuple[Any, Any], gamma: float | int) -> tuple[np.ndar
 
 def _drawn(path: str, name: str, moments: Any, gamma: float | int) -> np.ndarray:
     moments = np.asarray(moments)
+    moments = moments if np.issubdtype(moments.dtype, np.floating) else moments.astype(np.float32)
+    if moments.ndim != 1 or not moments.size or not (np.isfinite(moments) & (moments >= 0)).all():
+        raise ValueError(f"{path}: {name} must be a vector of finite second moments, none below 0")
     if gamma == 0:
         if zeros := int((moments == 0).sum()):
             raise ValueError(
@@ -161,10 +167,8 @@ def _kernels(tree: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[str, tuple
 def _empty(shape: tuple[int, ...]) -> Any:
     """Sums of squares of inputs and of gradients, and the clipping norm of each."""
     *layers, inputs, outputs = shape
-    return (jnp.zeros((*layers, inputs)), jnp.zeros((*layers, outputs))), (
-        jnp.zeros(layers),
-        jnp.zeros(layers),
-    )
+    zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
+    return (zeros((*layers, inputs)), zeros((*layers, outputs))), (zeros(layers), zeros(layers))
 
 
 def _with_probes(tree: Any, probes: Mapping[str, Any], path: tuple[str, ...] = ()) -> Any:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,14 +26,15 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from effml._validate import count
+from effml._validate import count, positive, real
 from effml.nn import transformer
 from effml.nn.hub import _files
 from effml.nn.transformer import TransformerConfig
 from effml.quantize._calibrate import check_tokens
 from effml.quantize._work import digest
 from effml.quantize.nanoquant._linear import BinaryTensor, open_linear, open_signs
-from effml.quantize.nanoquant._model import BinaryConfig, check_binary_params
+from effml.quantize.nanoquant._model import BinaryConfig, check_binary_params, check_dense_params
+from effml.quantize.nanoquant._rank import random_key
 from effml.quantize.nanoquant._reconstruct import adam
 from effml.trees import path_name
 
@@ -44,7 +46,8 @@ class TunedScales(NamedTuple):
 
     Attributes:
         params: of the model, with other scales.
-        losses: mean divergence from the teacher, in nats per token, of each pass while it went on.
+        losses: mean divergence from the teacher, in nats per token, of each pass while it went on, with scales in
+            float32; `params` has them rounded to the type that they came in.
     """
 
     params: dict[str, Any]
@@ -70,14 +73,14 @@ def scale_labels(params: Any) -> Any:
 def tune_scales_kl(
     params: Mapping[str, Any],
     config: BinaryConfig,
-    teacher_params: Mapping[str, Any],
+    teacher_params: Mapping[str, Any] | Any,
     tokens: Any,
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: optax.GradientTransformation | Any = None,
     *,
-    key: Array,
+    key: Array | Any,
     epochs: int = 8,
     batch: int = 1,
-    rate: float | int = 1e-5,
+    rate: float | int | Any = 1e-5,
     checkpoint: Path | str | None = None,
     progress: Callable[[int, int, float], Any] | None = None,
 ) -> TunedScales:
@@ -103,8 +106,9 @@ def tune_scales_kl(
         `TunedScales`, its scales in the type that they came in.
 
     Raises:
-        ValueError: for tokens that can't be read, a model without factors, a divergence that is not finite, or a
-            checkpoint of another run.
+        ValueError: for tokens that can't be read, a model without factors, a teacher of other sizes, a divergence that
+            is not finite, or a checkpoint of another run.
+        TypeError: for what is no key, rate or optimizer.
 
     Source: NanoQuant, arXiv 2602.06694, section 3, with the details of its code.
 
@@ -120,6 +124,11 @@ def tune_scales_kl(
         (1, dtype(bfloat16))
     """
     check_binary_params("params", params, config)
+    key = random_key(key)
+    if not math.isfinite(positive("rate", real("rate", rate))):
+        raise ValueError(f"rate={rate!r} must be finite")
+    if not (optimizer is None or (hasattr(optimizer, "init") and hasattr(optimizer, "update"))):
+        raise TypeError(f"optimizer={optimizer!r} must be a GradientTransformation of optax, or None")
     tokens = check_tokens(tokens, config.model)[:, :-1]
     epochs, batch = count("epochs", epochs), count("batch", batch)
     if config.blocks_done == 0:
@@ -129,7 +138,10 @@ def tune_scales_kl(
     optimizer = adam(float(rate), epochs * steps, 0.0) if optimizer is None else optimizer
     student, split = _opened(params, config)
     scales = {path: jnp.array(leaf) for path, leaf in _flat(student).items() if _is_scale(path)}
+    if not isinstance(teacher_params, Mapping) or "layers" not in teacher_params:
+        raise TypeError("teacher_params must be the parameters of a transformer, a dict with its layers")
     teacher = transformer.unstack_layers(teacher_params)
+    check_dense_params("teacher_params", teacher, config.model)
     teacher = transformer.stack_layers(teacher) if not split else teacher
     teacher = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), teacher)
     state = jax.jit(optimizer.init)(scales)
