@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from effml.decode import SamplingConfig
-    from effml.decode.esp import ESPConfig, ESPStats
+    from effml.decode import SamplingConfig, TextStream
+    from effml.decode.esp import ESPConfig, ESPStats, ESPStream
     from effml.models import LoadedModel
 
 
@@ -227,7 +225,7 @@ class Command:
             "prefix": not chat,
             **self._cache(model),
         }
-        written: Iterator[tuple[str, int]]
+        written: TextStream | ESPStream[tuple[str, int]]
         if config is None:
             written = decode.stream_text(model, prompt, **options)
         else:
@@ -243,7 +241,10 @@ class Command:
         finally:  # a stop in mid-stream keeps the text, and says what it took
             print(flush=True)
             seconds = time.perf_counter() - started
-            saved = _saved(written.stats) if count and isinstance(written, esp.ESPStream) else ""
+            if isinstance(written, esp.ESPStream):
+                saved = _saved(written.stats) if count else ""
+            else:
+                saved = _kept(written.kept)
             print(
                 f"[{count} tokens, {count / seconds:.1f} tokens/s with compilation{saved}]", file=sys.stderr
             )
@@ -271,6 +272,8 @@ class Command:
         )
         if config is None:
             written = decode.generate(model, tokens, **options)
+            if written.kept is not None:
+                print(f"[{written.lengths.sum()} tokens{_kept(written.kept)}]", file=sys.stderr)
         else:
             written = esp.generate(model, tokens, config=config, **options)
             print(f"[{written.lengths.sum()} tokens{_saved(written.stats)}]", file=sys.stderr)
@@ -306,6 +309,11 @@ class Command:
             if self.prompt is not None and not sys.stdin.isatty():
                 return 0
             message = None
+
+
+def _kept(share: float | None) -> str:
+    """What of the cache was read, for the line of speed."""
+    return "" if share is None else f", {share:.0%} of the cache's blocks read"
 
 
 def _saved(stats: ESPStats) -> str:

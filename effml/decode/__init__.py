@@ -9,13 +9,14 @@ False
 from __future__ import annotations
 
 from effml.decode.chat import StopTexts, render_chat
-from effml.decode.generation import Generation, generate, pad_prompts, stream, stream_text
+from effml.decode.generation import Generation, TextStream, generate, pad_prompts, stream, stream_text
 from effml.decode.sampling import SamplingConfig, filter_logits, sample
 
 __all__ = [
     "Generation",
     "SamplingConfig",
     "StopTexts",
+    "TextStream",
     "filter_logits",
     "generate",
     "pad_prompts",

@@ -71,6 +71,7 @@ class State(NamedTuple):
         done: bool[batch], whether a stop id has come.
         step: int32[], tokens written by the longest sequence, with the one that ends it.
         failed: int32[batch], the step at which the logits were NaN, or a very large number.
+        kept: float32[2], the shares of the cache's blocks that steps read, summed, and how many were summed.
     """
 
     cache: Any
@@ -79,6 +80,7 @@ class State(NamedTuple):
     done: Array
     step: Array
     failed: Array
+    kept: Array
 
     @property
     def running(self) -> Array:
@@ -176,6 +178,7 @@ def prefill(
         done=jnp.zeros(batch, bool),
         step=jnp.zeros((), jnp.int32),
         failed=jnp.full(batch, _NEVER, jnp.int32),
+        kept=jnp.zeros(2, jnp.float32),
     )
     return _choose(start, out.logits[:, 0], key, stop_ids, sampling)
 
@@ -210,7 +213,8 @@ def write(
         # (CPU, JAX 0.10) sees no order between attention's reading and the write, and copies every cache twice.
         fed = jnp.where(state.done | _failed(out.logits[:, 0]), 0, 1)
         cache = model.commit(params, state.cache, out.keys, out.values, fed)
-        state = _choose(state._replace(cache=cache), out.logits[:, 0], key, stop_ids, sampling)
+        kept = state.kept + _kept(getattr(out, "info", None), fed)
+        state = _choose(state._replace(cache=cache, kept=kept), out.logits[:, 0], key, stop_ids, sampling)
         column = jnp.where(state.done, -1, state.token)
         return i + 1, jax.lax.dynamic_update_slice(written, column[:, None], (0, i)), state
 
@@ -227,6 +231,19 @@ def token_keys(key: PRNGKeyArray, indices: Array) -> Array:
     """
     rows = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(indices.shape[0]))
     return jax.vmap(jax.random.fold_in)(rows, indices)
+
+
+def _kept(info: Any, fed: Array) -> Array:
+    """float32[2], what the layers' `keep_ratio` [batch] adds up to over the sequences that were fed, and their number.
+
+    Zeros where a layer reports none.
+    """
+    layers = info if isinstance(info, list) else [info]
+    ratios: list[Any] = [getattr(layer, "keep_ratio", None) for layer in layers]
+    if not ratios or any(ratio is None for ratio in ratios):
+        return jnp.zeros(2, jnp.float32)
+    ratio = jnp.stack(ratios).reshape(-1, fed.shape[0]).mean(0)
+    return jnp.stack([(ratio * fed).sum(), fed.sum()]).astype(jnp.float32)
 
 
 def _failed(logits: Array) -> Array:
@@ -250,6 +267,7 @@ def _choose(
         done=done,
         step=state.step + 1,
         failed=jnp.where(bad, jnp.minimum(state.failed, state.step), state.failed),
+        kept=state.kept,
     )
 
 

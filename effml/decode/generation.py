@@ -32,7 +32,7 @@ from effml.decode import _loop
 from effml.decode.chat import StopTexts
 from effml.decode.sampling import SamplingConfig
 
-__all__ = ["Generation", "generate", "pad_prompts", "stream", "stream_text"]
+__all__ = ["Generation", "TextStream", "generate", "pad_prompts", "stream", "stream_text"]
 
 
 class Generation(NamedTuple):
@@ -42,11 +42,37 @@ class Generation(NamedTuple):
         tokens: int32[batch, max_new_tokens], padded with 0 behind each sequence's end.
         lengths: int32[batch], how many of them count; a stop id ends a sequence and is not counted.
         stopped: bool[batch], whether a stop id ended the sequence (otherwise `max_new_tokens` did).
+        kept: share of the cache's blocks that a step read, mean over steps, layers and sequences; None where attention
+            does not report it, as dense attention, or no step was needed.
     """
 
     tokens: Int[np.ndarray, "batch new"]
     lengths: Int[np.ndarray, " batch"]
     stopped: Bool[np.ndarray, " batch"]
+    kept: float | None = None
+
+
+class TextStream:
+    """An iterator of (piece of text, number of tokens) that knows what share of the cache was read so far.
+
+    Args:
+        pieces: what it gives.
+        run: where the number comes from.
+    """
+
+    def __init__(self, pieces: Iterator[tuple[str, int]], run: Run):
+        self._pieces, self._run = pieces, run
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return self
+
+    def __next__(self) -> tuple[str, int]:
+        return next(self._pieces)
+
+    @property
+    def kept(self) -> float | None:
+        """As `Generation.kept`."""
+        return self._run.kept
 
 
 def pad_prompts(
@@ -133,7 +159,7 @@ def generate(
     written = np.concatenate(columns, axis=1)[:, :max_new_tokens]
     padded = np.zeros((len(tokens), max_new_tokens), np.int32)
     padded[:, : written.shape[1]] = np.maximum(written, 0)
-    return Generation(padded, np.asarray(run.state.counts), np.asarray(run.state.done))
+    return Generation(padded, np.asarray(run.state.counts), np.asarray(run.state.done), run.kept)
 
 
 def stream(
@@ -204,7 +230,7 @@ def stream_text(
     cache_init: Callable[..., Any] | None = None,
     append: Callable[..., Any] | None = None,
     attention: Callable[..., Any] | None = None,
-) -> Iterator[tuple[str, int]]:
+) -> TextStream:
     """Continues a text and gives out whole characters as they come.
 
     Args:
@@ -224,7 +250,8 @@ def stream_text(
         attention: as for `generate`.
 
     Returns:
-        An iterator of (piece of text, number of tokens computed for it); pieces may be empty.
+        An iterator of (piece of text, number of tokens computed for it); pieces may be empty. Its `kept` is the share
+        of the cache's blocks that steps read, where attention reports it.
 
     Raises:
         ValueError: as `generate` does, and if the model has no tokenizer.
@@ -250,7 +277,7 @@ def stream_text(
     ids = tokenizer.stop_ids if stop_ids is None else stop_ids
     run = Run(model, tokens, sizes, max_new_tokens, sampling, key, ids, cache_init, append, attention)
 
-    return text_pieces(tokenizer, stops, (column[0] for column in run.chunks(chunk)))
+    return TextStream(text_pieces(tokenizer, stops, (column[0] for column in run.chunks(chunk))), run)
 
 
 def encode_text(
@@ -349,6 +376,7 @@ class Run:
         # Padded, so that the number of stop ids is no new program; no token is -1.
         self.stop_ids = np.array(stops + [-1] * (-len(stops) % 4 or (0 if stops else 4)), np.int32)
         self.state: _loop.State
+        self.kept: float | None = None
 
     def chunks(self, chunk: int | None) -> Iterator[np.ndarray]:
         """int32[batch, some] of new tokens at a time, -1 behind the end; `chunk` None is as few as can be."""
@@ -379,6 +407,8 @@ class Run:
                 room=_loop.bucket(steps) if chunk is None else chunk,
                 **self.static,
             )
+            total, count = np.asarray(self.state.kept).tolist()
+            self.kept = total / count if count else None
             yield np.asarray(written)[:, :steps]
             left -= steps
             used += steps

@@ -108,10 +108,13 @@ def test_a_finite_delta_reads_less_ragged_or_scanned_and_named_layers_read_every
 def test_generation_takes_it_and_compiles_once():
     prompts, lengths = decode.pad_prompts([tokens()[0, :20], tokens()[1, :9]])
     run = functools.partial(decode.generate, model(), prompts, lengths=lengths, max_new_tokens=24)
-    written = run(**ffd.decoding_options(CHOOSING)).tokens
+    generation = run(**ffd.decoding_options(CHOOSING))
+    written = generation.tokens
     # Each token is the likeliest one after those before it, read one by one.
     text = np.concatenate([prompts, written[:, :-1]], axis=1)
-    logits = np.asarray(teacher_forced(params(), text, jnp.asarray(lengths), CHOOSING, 20)[0])
+    logits, kept = map(np.asarray, teacher_forced(params(), text, jnp.asarray(lengths), CHOOSING, 20)[:2])
+    assert generation.kept == pytest.approx(kept.mean(), abs=1e-5)
+    assert run().kept is None, "dense attention reads everything and reports nothing"
     best = np.sort(logits, -1)
     clear = best[..., -1] - best[..., -2] > 1e-3
     assert clear.mean() > 0.9

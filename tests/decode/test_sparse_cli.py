@@ -63,6 +63,33 @@ def test_the_text_is_that_of_the_sparse_forward_pass(model, capsys):
     assert len({full, own, one}) == 3
 
 
+def test_the_share_of_blocks_that_were_read_is_said(model, tmp_path, capsys):
+    tokenizer = models.load(model).tokenizer
+    prompt = len(tokenizer.prefix_ids) + len(tokenizer.encode(PROMPT))
+    words = [
+        "generate",
+        model,
+        "--max-new-tokens",
+        str(NEW),
+        "--attention-mode",
+        "sparse",
+        "--num-blocks",
+        "1",
+    ]
+    assert main([*words, "--prompt", PROMPT]) == 0
+    said = capsys.readouterr().err
+    written = int(said.split("[")[-1].split()[0])
+    # Token after token: one block is read of those that hold the token or one before it.
+    shares = [1 / ((prompt + step) // 8 + 1) for step in range(written - 1)]
+    assert f", {sum(shares) / len(shares):.0%} of the cache's blocks read]" in said
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(PROMPT + "\n")
+    assert main([*words, "--prompts", str(prompts)]) == 0
+    assert f", {sum(shares) / len(shares):.0%} of the cache's blocks read]" in capsys.readouterr().err
+    assert main(["generate", model, "--max-new-tokens", "4", "--prompt", PROMPT]) == 0
+    assert "blocks read" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -75,10 +75,13 @@ class SSAInfo(NamedTuple):
     Attributes:
         align: float32 scalar, its alignment loss; 0 outside training.
         dropped_mass: float32 scalar, mean over tokens and heads; None unless it was asked for.
+        keep_ratio: float32[batch], blocks that were read over those that hold rows, for one new row behind an
+            `SSACache`; else None.
     """
 
     align: Array
     dropped_mass: Array | None = None
+    keep_ratio: Array | None = None
 
 
 def full_attention(

@@ -82,7 +82,7 @@ def attention(
         if train or audit or segment_ids is not None:
             raise ValueError("train, audit and segment_ids do not go with a cache")
         output = _cached(inputs, config, is_sparse(mode))
-        info = SSAInfo(jnp.zeros((), jnp.float32))
+        info = SSAInfo(jnp.zeros((), jnp.float32), keep_ratio=_kept(inputs, config, mode))
         return (output if gate is None else output * gate[..., None].astype(output.dtype)), info
     if inputs.mask is not None:
         raise ValueError(
@@ -101,6 +101,14 @@ def attention(
     )
     lost = _lost(inputs, config, streams, segment_ids) if audit else None
     return output, SSAInfo(align.astype(jnp.float32), lost)
+
+
+def _kept(inputs: AttentionInputs, config: SSAConfig, mode: Any) -> Array | None:
+    cache = inputs.cache
+    if not isinstance(cache, SSACache) or inputs.query.shape[1] != 1:
+        return None
+    blocks = cache.length // cache.block_size + 1  # with the one that the new row lies in
+    return jnp.where(is_sparse(mode), jnp.minimum(config.num_blocks, blocks) / blocks, 1.0)
 
 
 def _lost(inputs: AttentionInputs, config: SSAConfig, streams: Streams, segment_ids: Any) -> Array:
