@@ -1,5 +1,6 @@
 """Whole models of binary factors: what they compute, what they weigh, and work that was interrupted."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from effml import models, trees
 from effml.nn import transformer
 from effml.nn.hub import _files
 from effml.quantize import nanoquant
+from effml.quantize.nanoquant import _quantize
 from tests.quantize import small
 
 SETTINGS = nanoquant.NanoQuantConfig(
@@ -46,8 +48,6 @@ def whole():
 @pytest.fixture(scope="module")
 def untuned():
     """All but the last step."""
-    import dataclasses
-
     return run(dataclasses.replace(SETTINGS, scale_epochs=0))
 
 
@@ -108,18 +108,58 @@ def test_scale_tuning_moves_scales_alone_and_towards_the_teacher(whole, untuned)
             second = dict(jax.tree_util.tree_flatten_with_path(rest[1])[0])[name]
             np.testing.assert_array_equal(first, second)
 
-    def divergence(made):
-        run = jax.jit(transformer.forward, static_argnames="config")
-        both = [
-            run(params, TOKENS[:, :-1], config=small.CONFIG)
-            for params in (small.params(), as_dense(made.params))
-        ]
-        teacher, student = (jax.nn.log_softmax(one.logits) for one in both)
-        return float((np.exp(teacher) * (teacher - student)).sum(-1).mean())
-
     assert divergence(whole) < 0.98 * divergence(untuned)
     assert len(whole.scale_losses) == 2
     assert whole.scale_losses[0] == pytest.approx(divergence(untuned), rel=0.2)
+
+
+def divergence(made):
+    """Of the student from the teacher, in float64: what the teacher finds likely counts."""
+    run = jax.jit(transformer.forward, static_argnames="config")
+    both = [
+        run(params, TOKENS[:, :-1], config=small.CONFIG) for params in (small.params(), as_dense(made.params))
+    ]
+    logits = [np.asarray(one.logits, np.float64) for one in both]
+    teacher, student = (one - np.log(np.exp(one).sum(-1, keepdims=True)) for one in logits)
+    return float((np.exp(teacher) * (teacher - student)).sum(-1).mean())
+
+
+def test_the_divergence_is_that_from_the_teacher_and_not_the_other_way_round(untuned):
+    found = nanoquant.tune_scales_kl(
+        untuned.params,
+        untuned.config,
+        small.params(),
+        TOKENS,
+        key=jax.random.key(0),
+        epochs=1,
+        batch=len(TOKENS),
+        rate=1e-12,
+    )
+    assert found.losses[0] == pytest.approx(divergence(untuned), rel=1e-4)
+
+
+def test_a_block_reads_what_rounded_blocks_give_and_aims_at_what_whole_ones_give(monkeypatch):
+    seen = []
+    reconstruct = _quantize.reconstruct_block
+
+    def watched(apply, layer, x, target, *rest, **options):
+        made, rows = reconstruct(apply, layer, x, target, *rest, **options)
+        seen.append((np.asarray(x), np.asarray(target), made))
+        return made, rows
+
+    monkeypatch.setattr(_quantize, "reconstruct_block", watched)
+    run(dataclasses.replace(SETTINGS, dense_epochs=0, factor_epochs=0, scale_epochs=0))
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1] - 1), TOKENS[:, :-1].shape)
+    block = jax.jit(lambda layer, x: transformer.block(layer, x, config=small.CONFIG, positions=positions)[0])
+    hidden = small.params()["embedding"]["table"][TOKENS[:, :-1]]
+    rounded = as_dense({"layers": [made for *_, made in seen]})["layers"]
+    first, second = small.params()["layers"]
+    whole = block(first, hidden)
+    for (x, target, _), wanted_x, wanted_target in zip(
+        seen, (hidden, block(rounded[0], hidden)), (whole, block(second, whole)), strict=True
+    ):
+        np.testing.assert_allclose(x, wanted_x, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(target, wanted_target, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_stopped_in_between_is_valid_and_says_so(untuned, tmp_path):
@@ -341,8 +381,6 @@ def test_it_refuses_before_any_work(tmp_path):
 
 
 def test_plans_that_were_edited_are_refused():
-    import dataclasses
-
     plan = nanoquant.plan(small.CONFIG, SETTINGS)
     for index in (0, -1):
         rows = list(plan.rows)
