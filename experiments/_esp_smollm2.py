@@ -188,7 +188,7 @@ def _decode(name: str) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for kind, some in prompts(loaded).items():
         calls, tokens, seconds, plainly = 0, 0, 0.0, 0.0
-        accepted, different, widest = np.zeros(8), 0, 0.0
+        accepted, different, widest = np.zeros(16), 0, 0.0
         for index, ids in enumerate(some):
             if not rows and index == 0:  # compile both
                 decode.generate(loaded, ids[None], **same)

@@ -49,7 +49,8 @@ def matvec(x: Array, kernel: Array, *, transposed: bool = False, implementation:
         kernel: [in, out], or [out, in] if `transposed`, floating.
         transposed: how the kernel lies; a tied head is an embedding table that lies transposed.
         implementation: `"xla"`, `"cpu"`, or None. None never fails: on a CPU it takes native code where that can be
-            built, for float32 and bfloat16 kernels and at most 8 rows, and XLA otherwise.
+            built, for bfloat16 and transposed kernels and at most 8 rows, or float32 ones that lie [in, out] and at
+            most 2 rows (with more XLA is the faster one), and XLA otherwise.
 
     Returns:
         [..., out] in float32 (float64 if an argument is). Bits differ between implementations by the order of sums.
@@ -84,10 +85,10 @@ def _product(x: Array, kernel: Array, transposed: bool, implementation: str | No
         "xla": functools.partial(reference.matvec, transposed=transposed),
         "cpu": functools.partial(cpu.matvec, transposed=transposed),
     }
-    return _dispatch.choose(implementation, forms, _reasons(x, kernel, implementation))(x, kernel)
+    return _dispatch.choose(implementation, forms, _reasons(x, kernel, transposed, implementation))(x, kernel)
 
 
-def _reasons(x: Array, kernel: Array, implementation: str | None) -> dict[str, str]:
+def _reasons(x: Array, kernel: Array, transposed: bool, implementation: str | None) -> dict[str, str]:
     if implementation == "xla":
         return {}
     reason = None
@@ -96,7 +97,8 @@ def _reasons(x: Array, kernel: Array, implementation: str | None) -> dict[str, s
             reason = f"{name} is {array.dtype}, not float32 or bfloat16"
         elif not array.size:
             reason = f"{name} of shape {array.shape} is empty"
-    if implementation is None and len(x) > FEW_ROWS:
+    plain = kernel.dtype == jnp.float32 and not transposed
+    if implementation is None and len(x) > (2 if plain else FEW_ROWS):
         reason = f"{len(x)} rows"
     reason = reason or cpu.why_not()
     return {"cpu": reason} if reason else {}

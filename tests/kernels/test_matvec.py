@@ -110,14 +110,15 @@ def test_gradients_are_those_of_the_product(implementation, transposed):
 
 @needs_native
 def test_none_is_native_for_few_rows_alone():
-    kernel = jnp.ones((8, 8))
+    def calls_native(rows, dtype=jnp.float32, weights=jnp.float32, transposed=False):
+        f = jax.jit(functools.partial(matvec, transposed=transposed))
+        return "effml_matvec" in f.lower(jnp.ones((rows, 8), dtype), jnp.ones((8, 8), weights)).as_text()
 
-    def calls_native(rows, dtype=jnp.float32):
-        return "effml_matvec" in jax.jit(matvec).lower(jnp.ones((rows, 8), dtype), kernel).as_text()
-
-    assert calls_native(1)
-    assert calls_native(op.FEW_ROWS)
-    assert not calls_native(op.FEW_ROWS + 1)
+    assert calls_native(2)
+    assert not calls_native(3), "XLA's is the faster one"
+    for options in ({"transposed": True}, {"weights": jnp.bfloat16}):
+        assert calls_native(op.FEW_ROWS, **options)
+        assert not calls_native(op.FEW_ROWS + 1, **options)
     assert not calls_native(1, jnp.float16)
 
 
