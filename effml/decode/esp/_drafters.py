@@ -97,11 +97,12 @@ class Seen(NamedTuple):
     """What a pass has shown.
 
     Attributes:
-        logits: float32[batch, rows, vocab] of the extra rows.
+        logits: float32[batch, rows, vocab] of the pass; the last rows are the extra ones.
         row: int32[batch], the node that the last token written follows.
         tokens: int32[batch, depths + 1], written by this pass.
         count: int32[batch], how many of them count.
         embed: gives the embeddings of tokens.
+        first: the first extra row.
     """
 
     logits: Array
@@ -109,6 +110,7 @@ class Seen(NamedTuple):
     tokens: Array
     count: Array
     embed: Callable[[Array], Array]
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -339,7 +341,7 @@ class ESPDrafter(Drafter):
         masks = self.config.num_masks
         if not masks:
             return memory
-        rows = seen.row[:, None] * masks + jnp.arange(masks)
+        rows = seen.first + seen.row[:, None] * masks + jnp.arange(masks)
         logits = jnp.take_along_axis(seen.logits, rows[:, :, None], axis=1)
         valid = jnp.arange(seen.tokens.shape[1]) < seen.count[:, None]
         moved = update_masks(memory.masks, seen.embed(seen.tokens), self.config.rate, valid)

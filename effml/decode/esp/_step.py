@@ -131,7 +131,7 @@ def prefill(
         decided = choose(jnp.where(near[:, None], alone, out.logits[:, 0]), index_keys(key, zeros), sampling)
         first, differs = decided, near & (decided.token != first.token)
     ok = (~first.failed).astype(jnp.int32)
-    shown = Seen(out.logits[:, 1:], zeros, first.token[:, None], ok, embed_)
+    shown = Seen(out.logits, zeros, first.token[:, None], ok, embed_, first=1)
     text = jnp.zeros((batch, room), jnp.int32).at[:, :width].set(tokens)
     return State(
         cache=cache,
@@ -233,7 +233,8 @@ def esp_step(
         params, None, embeddings=x, positions=positions, mask=mask, cache=state.cache, logits_for="all"
     )
     nodes = tree.tokens.shape[1]
-    logits, ties = out.logits[:, :nodes], state.near_ties
+    # Rows are gathered from all of them: a slice of the tree's would copy every row of the vocabulary.
+    logits, ties = out.logits, state.near_ties
     divergences, calls = state.divergences, state.calls + running
 
     def choice(depth: int, rows: Array) -> Choice:
@@ -284,7 +285,7 @@ def esp_step(
     cache = model.commit(params, state.cache, out.keys, out.values, count, path.rows)
     index = jnp.where(written, state.length[:, None] + places, state.text.shape[1])
     row = jnp.take_along_axis(path.rows, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    shown = Seen(out.logits[:, nodes:], row, path.tokens, count, embed_)
+    shown = Seen(out.logits, row, path.tokens, count, embed_, first=nodes)
     return State(
         cache=cache,
         text=state.text.at[jnp.arange(len(count))[:, None], index].set(path.tokens, mode="drop"),
