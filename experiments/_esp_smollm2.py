@@ -322,6 +322,16 @@ def notes(done: list[dict[str, Any]]) -> list[str]:
         elif job["kind"] == "cost":
             shown = ", ".join(f"{q} rows {ratio:.2f}" for q, ratio in job["ratio"].items())
             lines.append(f"SmolLM2-135M, cost of a pass over one row's: {shown}.")
+        elif job["kind"] == "alignment":
+            upper = lambda layers: float(np.mean(layers[len(layers) // 2 :]))
+            shown = "; ".join(
+                f"{TITLES.get(kind, kind)} {upper(of['hit']):.3f} where it hits, {upper(of['miss']):.3f} where not"
+                for kind, of in job["cosine"].items()
+            )
+            lines.append(
+                f"SmolLM2-135M, {job['name']}, cosine of a mask's state to the true token's, upper half of the layers: "
+                f"{shown}."
+            )
     decoded = [job for job in done if job["kind"] == "decode"]
     for job in decoded:
         kinds = ", ".join(

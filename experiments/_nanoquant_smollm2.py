@@ -192,7 +192,7 @@ def write() -> Path:
     lines = [
         "# NanoQuant on SmolLM2-135M",
         "",
-        f"{BITS:g} bits per weight asked for, ranks multiples of {MULTIPLE}; calibrated on {WINDOWS} windows of "
+        f"Bits per weight asked for: {BITS:g}, ranks multiples of {MULTIPLE}; calibrated on {WINDOWS} windows of "
         f"{LENGTH} tokens of {table[0]['text']}, measured on {MEASURED} of {MEASURED_LENGTH}; {EPOCHS} epochs of each "
         f"tuning, rate {RATE:g} of dense weights and a tenth of it of factors. Dequantised model: "
         f"{first['full_precision']:.3f} nats per token, {first['float32_mb']:.0f} MB as float32; with all blocks done "
