@@ -385,6 +385,25 @@ def write() -> Path:
     lines = ["# ESP on SmolLM2-135M", "", *(f"* {line}" for line in notes(done)), ""]
     lines += [report.markdown_table(part) + "\n" for part in (probes, decoded) if part]
     lines.append(f"Not run: {', '.join(missing)}." if missing else "All jobs were run.")
+    cost = [job["ratio"] for job in done if job["kind"] == "cost"]
+    if decoded and cost:
+        figure, axes = report.figures.panels(2, size=(6.4, 4.6))
+        report.bar_chart(
+            {row["drafter"]: row["tokens per pass"] for row in decoded},
+            xlabel="tokens per pass",
+            title="What a pass writes",
+            axes=axes[0],
+        )
+        sizes = [int(size) for size in cost[0]]
+        report.line_chart(
+            {"": (sizes, list(cost[0].values()))},
+            xlabel="rows of a pass",
+            ylabel="time over that of one row",
+            title="What it costs on this CPU",
+            axes=axes[1],
+        )
+        report.save_figure(figure, place / "smollm2.png")
+        lines += ["", "![Tokens and time of a pass](smollm2.png)"]
     (place / "smollm2.md").write_text("\n".join(lines) + "\n")
     return place
 

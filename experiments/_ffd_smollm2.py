@@ -331,8 +331,44 @@ def write() -> Path:
             "",
             f"Largest distance of one token's nats to FFD's own cache and kernel: {max(apart):.1e}.",
         ]
+    if any(row["task"] == "text" for row in table):
+        report.save_figure(_figure(table), place / "smollm2.png")
+        lines += ["", "![What leaving out costs](smollm2.png)"]
     (place / "smollm2.md").write_text("\n".join(lines) + "\n")
     return place
+
+
+def _figure(table: list[dict[str, Any]]) -> Any:
+    """What is lost on text, and found in the other tasks, by selector and share of blocks."""
+    from effml import report
+
+    figure, axes = report.figures.panels(2, size=(7.2, 5.2))
+    chosen = [row for row in table if row["delta"] is not None]
+    panels = (
+        ("text", "lost", "lost (nats per token)", "Text of 8,192 tokens", (None, 0.19)),
+        ("retrieval", "right", "share of the answer's tokens", "Retrieval, mean of the tasks", (0.1, None)),
+    )
+    for panel, (task, field, label, title, ylim) in zip(axes, panels):
+        series = {}
+        for name in dict.fromkeys(row["selector"] for row in chosen):
+            places = []
+            for delta in DELTAS:
+                rows = [
+                    row
+                    for row in chosen
+                    if row["selector"] == name
+                    and row["delta"] == delta
+                    and (row["task"] == "text") == (task == "text")
+                ]
+                if rows:
+                    places.append([float(np.mean([row[of] for row in rows])) for of in ("keep", field)])
+            if places:
+                series[name.removesuffix(", as many blocks")] = tuple(np.array(places).T)
+        if series:
+            report.line_chart(
+                series, xlabel="share of blocks kept", ylabel=label, title=title, ylim=ylim, axes=panel
+            )
+    return figure
 
 
 if __name__ == "__main__":
