@@ -407,8 +407,8 @@ class Run:
                 room=_loop.bucket(steps) if chunk is None else chunk,
                 **self.static,
             )
-            total, count = np.asarray(self.state.kept).tolist()
-            self.kept = total / count if count else None
+            shares, steps_fed = np.asarray(self.state.kept).tolist()
+            self.kept = shares / steps_fed if steps_fed else None
             yield np.asarray(written)[:, :steps]
             left -= steps
             used += steps

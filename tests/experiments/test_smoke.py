@@ -25,8 +25,7 @@ def test_smoke_preset_runs_and_its_result_round_trips(card, tmp_path):
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
 def test_committed_result_has_three_seeds_and_every_check(card):
     result = report.committed_result(card.name)
-    if result is None:  # `effml list` and the README then say that it is not measured yet
-        pytest.skip(f"experiments/results/{card.name}/cpu.json is not there yet")
+    assert result is not None, f"experiments/results/{card.name}/cpu.json is missing"
     assert len(result.seeds) >= 3
     module = importlib.import_module(f"experiments.{card.name}")
     assert [check.name for check in result.checks] == [check.name for check in module.CHECKS]
